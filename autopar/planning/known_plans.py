@@ -18,8 +18,10 @@ from functools import lru_cache
 from itertools import chain
 
 from autopar.cluster import ClusterSpec
+from autopar.convert.moves import canonical
 from autopar.core.fingerprint import Fingerprint, fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.fused_groups import find_groups
@@ -91,7 +93,32 @@ def holds(program: Program, dims: Dims) -> bool:
             for end in (move.source, move.target)
         ),
     )
-    return offered and all(dims.legal(name, layout) for name, layout in layouts)
+    legal = offered and all(dims.legal(name, layout) for name, layout in layouts)
+    return legal and _reaches(program, graph)
+
+
+def _reaches(program: Program, graph: Graph) -> bool:
+    """Whether moves lead to all that operators take: `heads[1](x)` lies otherwise than `heads[0](x)`."""
+
+    def known(name: str, layout: Layout) -> tuple[str, Layout]:
+        return name, canonical(layout, differentiable=graph.specs[name].requires_grad)
+
+    strategies = program.strategies
+    there = {known(name, layout) for name, layout in program.inputs.items()}
+    there |= {
+        known(name, tuple(option.results[index] for option in strategies[item.name]))
+        for item in graph.operators
+        for index, name in enumerate(item.results)
+        if name
+    }
+    there |= {known(name, move.target) for name, moves in program.moves.items() for move in moves}
+    sources = {known(name, move.source) for name, moves in program.moves.items() for move in moves}
+    taken = {
+        known(name, tuple(option.operands[index] for option in strategies[item.name]))
+        for item in graph.operators
+        for index, name in enumerate(item.operands)
+    }
+    return sources | taken | {known(*output) for output in program.outputs.items()} <= there
 
 
 @lru_cache(maxsize=64)

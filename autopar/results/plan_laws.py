@@ -1,13 +1,12 @@
 """What holds of every plan, and may not of a file that was broken or edited.
 
-Numbers are finite and at least 0, layouts have a placement for each axis of the mesh, and stages are as many
-as the schedule gives its ranks.
+Numbers are at least 0 and no larger than a sum of them may be, layouts have a placement for each axis of the
+mesh, and stages are as many as the schedule gives its ranks.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.results.plan import Plan
 
 ROUNDING = -1e-6  # differences of seconds that are 0 in truth may lie a little below
+LARGEST = 1e30  # seconds, bytes or flops, whose sums and units stay finite
 MOST_ACTIONS = 1_000_000  # of all stages: to put more of them in order takes minutes
 
 
@@ -32,7 +32,7 @@ def broken_laws(plan: Plan) -> Iterator[str]:
 
 def _numbers(path: str, value: Any) -> Iterator[str]:
     """Numbers that no cost or count can be. A gap is infinite where a search found no bound in time."""
-    most = math.inf if path.endswith(".gap") else sys.float_info.max
+    most = math.inf if path.endswith(".gap") else LARGEST
     if isinstance(value, (int, float)) and not ROUNDING <= value <= most:
         yield f"{show_value(value)} @ {path}"
     for name, child in _children(value):

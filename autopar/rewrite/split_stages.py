@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
-from autopar.core.operator_facts import is_random
+from autopar.core.operator_facts import facts_of, is_random
 from autopar.errors import InputError
 from autopar.rewrite.rank_program import RankProgram
 
@@ -158,6 +158,8 @@ class _Splitter:
         inputs = [node for node in self.nodes if node.op == "placeholder" and node in body]
         for node in self.nodes:
             if node in body:
+                for unknown in (item for item in node.all_input_nodes if item not in made):
+                    made[unknown] = self.stand_in(graph, unknown)
                 made[node] = graph.node_copy(node, lambda old: made[old])
         results = [_contiguous(graph, made[node]) for node in sent]
         results += [made[node] for node in (*outputs, *writes.values())]
@@ -175,7 +177,9 @@ class _Splitter:
     def body(self, index: int, results: Sequence[fx.Node]) -> set[fx.Node]:
         """The stage's own nodes, draws of earlier stages, and what they need that every stage can make."""
         body = {node for node, stage in self.stage_for.items() if stage == index}
-        body |= {node for node, stage in self.stage_for.items() if stage < index and _is_serial_draw(node)}
+        body |= {
+            node for node, stage in self.stage_for.items() if stage < index and self.is_serial_draw(node)
+        }
         waiting = [item for node in body for item in node.all_input_nodes]
         waiting += results
         while waiting:
@@ -185,14 +189,26 @@ class _Splitter:
                 waiting += node.all_input_nodes
         return body
 
+    def is_serial_draw(self, node: fx.Node) -> bool:
+        """Whether the serial model draws these numbers, as many whatever the values of operands."""
+        own = (
+            node.target is torch.ops.autopar.shard_mask.default
+        )  # of a shard: the serial model draws no such
+        if not is_random(node.target) or own:
+            return False
+        return facts_of(node.target).draws_each or all(
+            item in self.made_from for item in node.all_input_nodes
+        )
+
+    def stand_in(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """A tensor of a value's size, for a draw that only takes its turn."""
+        value, device = self.program.emitter.meta[node], self.program.emitter.device
+        options = {"dtype": value.dtype} | ({"device": device} if device is not None else {})
+        return graph.call_function(torch.ops.aten.zeros.default, (list(value.shape),), options)
+
     def spec(self, node: fx.Node) -> TensorSpec:
         value = self.program.emitter.meta[node]
         return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
-
-
-def _is_serial_draw(node: fx.Node) -> bool:
-    own = node.target is torch.ops.autopar.shard_mask.default  # of a shard: the serial model draws no such
-    return is_random(node.target) and not node.all_input_nodes and not own
 
 
 def _contiguous(graph: fx.Graph, value: fx.Node) -> fx.Node:

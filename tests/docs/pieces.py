@@ -47,6 +47,13 @@ def _read_first(text: str, name: str) -> bool:
     return False
 
 
+class Neighbours(nn.Module):
+    """A net on a graph: the sum of what comes along edges."""
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+
+
 class Given:
     """The names, each made when it is asked for."""
 
@@ -60,6 +67,8 @@ class Given:
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
+        if "edge_index" in self.text:
+            return Neighbours()
         return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
     def make_cluster(self) -> Any:
@@ -78,6 +87,16 @@ class Given:
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(32, 16, generator=generator), torch.randint(4, (32,), generator=generator)
         return TensorDataset(x, y)
+
+    def make_edge_index(self) -> torch.Tensor:
+        vertices = torch.arange(NUM_SAMPLES)
+        return torch.stack((vertices, vertices.roll(1)))  # a ring
+
+    def make_x(self) -> torch.Tensor:
+        return self["batch"][0]  # type: ignore[no-any-return]
+
+    def make_labels(self) -> torch.Tensor:
+        return self["batch"][1]  # type: ignore[no-any-return]
 
     def make_parallel(self) -> Any:
         return autopar.parallelize(

@@ -12,6 +12,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
+from autopar.core.placement import Replicate
 from autopar.planning.known_plans import RESIZED, kept, resized
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
@@ -83,3 +84,24 @@ def test_what_is_longer_must_fit_into_memory() -> None:
     assert found(50_000, 500) is None
     near = found(200_000, 500)
     assert near is not None and 50_000 < near.peak_bytes < 200_000
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        out: Tensor = self.heads[which](x)
+        return out
+
+
+def test_a_plan_is_not_kept_where_another_weight_is_used_that_lies_otherwise() -> None:
+    first, second = (trace(Heads(), (torch.zeros(4, 6), which)).graph for which in range(2))
+    program = force_kinds(first, Dims(first, find_atoms(first), Mesh((2,))), ["filter"])
+    whole = tuple(Replicate() for _ in program.mesh.shape)
+    unused = {item.name: whole for item in first.inputs if "heads_1" in item.name}
+    program = replace(program, inputs={**program.inputs, **unused})
+    known = replace(plan_of(program, Pipeline()), graph=fingerprint_of(first))
+    assert unused and resized(first, [known], CLUSTER, Request()) is not None
+    assert resized(second, [known], CLUSTER, Request()) is None

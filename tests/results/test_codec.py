@@ -166,6 +166,10 @@ def test_a_file_is_kept_where_the_new_one_cannot_be_written(
 
 BROKEN: dict[str, tuple[Spoil, str]] = {
     "no number": (lambda d: d["result"].update(step_seconds=float("nan")), "nan @ result.step_seconds"),
+    "seconds beyond all bounds": (
+        lambda d: d["result"].update(step_seconds=1e300),
+        r"1e\+300 @ result.step_seconds",
+    ),
     "a negative one": (lambda d: d["result"].update(peak_bytes=-5), "-5 @ result.peak_bytes"),
     "a number as text": (lambda d: d["result"].update(peak_bytes="5"), "'5' is no int @ result.peak_bytes"),
     "a layout too short": (

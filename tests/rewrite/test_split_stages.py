@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -243,6 +245,38 @@ def test_noise_that_is_made_from_nothing_is_drawn_in_all_later_stages_too() -> N
     drawn = [[node.target for node in calls(stage) if is_random(node.target)] for stage in (first, second)]
     assert drawn == [[aten.randn.default], [aten.randn.default, autopar.dropout_mask.default]]
     assert "randn" not in [node.name for node in placeholders(second)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "target"),
+    [
+        (lambda x: x.new_empty((len(x), 1)).bernoulli_(0.5), aten.bernoulli.p),
+        (lambda x: torch.bernoulli(x.sigmoid()), aten.bernoulli.default),
+        (lambda x: torch.empty_like(x).exponential_(), aten.exponential.default),
+    ],
+    ids=["filled in place", "by values of the stage", "shaped like them"],
+)
+def test_draws_that_are_made_from_tensors_take_their_turn_in_all_later_stages(
+    draw: Callable[[Tensor], Tensor], target: Any
+) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return (self.last(x * draw(x)) * torch.rand(len(x), 3)).square().mean()
+
+    x = torch.randn(4, 3)
+    model = Drawing()
+    graph, _ = traced(model, x)
+    dims = Dims(graph, find_atoms(graph), LOCAL)
+    program = rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0)
+    cut = next(index for index, item in enumerate(graph.operators) if item.name == "linear_1")
+    first, second = split(program, graph, (0, cut))
+    drawn = [[node.target for node in calls(stage) if is_random(node.target)] for stage in (first, second)]
+    assert drawn == [[target], [target, aten.rand.default]]
 
 
 def test_what_writes_statistics_is_in_one_stage_although_nobody_takes_its_result() -> None:
