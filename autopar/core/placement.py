@@ -42,7 +42,7 @@ class Shard:
     dim: int
     atom: int = 0
 
-    def __new__(cls, dim: int, atom: int = 0) -> Self:
+    def __new__(cls, dim: int, atom: int = 0) -> Shard:
         found = _SHARDS.get((dim, atom))
         if found is None:
             found = _SHARDS.setdefault((dim, atom), object.__new__(cls))
