@@ -2,7 +2,7 @@
 
 trace       nn.Module -> graph of ATen operators          trace/
 annotate    measured costs of every strategy               cost/
-solve       integer program over all placements            solve/, planning/
+solve       integer program over all assignments           solve/, planning/
 rewrite     local operators and collectives of a rank      rewrite/
 run         DTensor parameters outside, local ones inside  runtime/
 
@@ -97,7 +97,7 @@ def plan(
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Find the best placement of `model` on `cluster`; no process group is needed.
+    """Find the best plan for `model` on `cluster`; no process group is needed.
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
@@ -173,7 +173,8 @@ def parallelize(
 
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
-    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
+    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss; once
+    planned, calling it without what the loss takes returns the model's output.
     `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. What a plan notes, rank 0
     prints once to stderr, unless `quiet`.
 

@@ -311,7 +311,7 @@ class ClusterSpec:
         return self.shaped(devices // self.devices_per_node, self.devices_per_node)
 
     def shaped(self, nodes: int, devices_per_node: int) -> ClusterSpec:
-        """So many nodes of so many devices like these, with the same links."""
+        """A cluster of `nodes` nodes of `devices_per_node` devices like these, with the same links."""
         return ClusterSpec(
             nodes=nodes,
             devices_per_node=devices_per_node,

@@ -29,8 +29,9 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
-from autopar.sharding.sample_independence import samples_elsewhere
+from autopar.sharding.sample_dims import samples_elsewhere
 from autopar.sharding.strategies import dims_of
+from autopar.trace.call_signature import leaves_out_loss
 from autopar.trace.export import Traced
 from autopar.trace.numbers import require_known
 from autopar.trace.simplify import with_masks_by_dims, without_gradients
@@ -81,7 +82,7 @@ class Compiler(Planner):
             count, staged = request.micro_batches, request.pipeline_ranks > 1 or request.micro_batches > 1
             traced = self.trace_part(model, args, kwargs, count, staged=staged, place=place)
         else:
-            traced = self.trace_whole(model, args, kwargs)
+            traced = self.trace_call(model, args, kwargs, first=pinned is None)
         if self.traced is not None:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if request.local_inputs:
@@ -148,6 +149,14 @@ class Compiler(Planner):
             )
             return request if step else replace(request, micro_batches=1, relay=True, outputs=Outputs.GLOBAL)
         return request if step else replace(request, micro_batches=1, pipeline_ranks=1)
+
+    def trace_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool
+    ) -> Traced:
+        """The graph of a call that is no step; one after the first that leaves out what `loss_fn` requires is
+        of the model alone."""
+        alone = not first and leaves_out_loss(model, self.loss_fn, args, kwargs)
+        return (replace(self, loss_fn=None) if alone else self).trace_whole(model, args, kwargs)
 
     def trace_shorter(
         self,

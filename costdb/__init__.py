@@ -10,7 +10,7 @@ collective_profiler   times collectives on a running process group
 timing                warm up, choose the number of runs, visit each several times
 rounds                on CPUs, passes of many calls in turns, as in a step
 operands              tensors for a call
-footprint             what a call gives and keeps for backward, without running it
+footprint             what a call gives and saves for backward, without running it
 recurrence            recurrent layers over many steps, by what few show
 slopes                what it makes on the way, without running it
 device_file           what a device was measured to do, as text

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autopar.core.user_text import parse_json, read_text
+from autopar.core.user_text import is_file, parse_json, read_text
 from autopar.errors import InputError, show_value
 from autopar.results.whole_file import write_whole
 from costdb.columns import TABLES, check_row
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).with_name("devices")
 def operators_of(kind: str) -> Mapping[str, Measurement]:
     """What the device file of a kind of GPU ("h100") says of operators, by key; nothing if there is none."""
     path = FOLDER / f"{kind}.json"
-    if not path.exists():
+    if not is_file(path):
         return {}
     setting, database = load(path)
     with closing(database):

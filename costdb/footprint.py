@@ -1,4 +1,4 @@
-"""What a call gives and keeps for backward, exactly, without running it.
+"""What a call gives and saves for backward, exactly, without running it.
 
 The call runs on tensors without data: real operators, real autograd formulas, shapes and storages.
 Hooks on saved tensors see every tensor that backward will want; a storage that is an operand's or
@@ -64,7 +64,7 @@ def saved(call: Call, kind: str = "cpu") -> SavedByCall:
 
 
 def saved_bytes(call: Call, found: Footprint) -> int:
-    """Bytes of every storage kept for backward, operands and results included, each once."""
+    """Bytes of every storage saved for backward, operands and results included, each once."""
     given = operands.specs(call)
     own = [result.nbytes for i in found.saved.results if (result := found.results[i]) is not None]
     return sum(given[i].nbytes for i in found.saved.operands) + sum(own) + found.saved.extra_bytes

@@ -18,7 +18,7 @@ def now() -> str:
 class Measurement:
     """Seconds of one local operator call, of `runs` runs (`costdb.timing.Times`).
 
-    `saved_bytes` counts every storage kept for backward once, operands and results included;
+    `saved_bytes` counts every storage saved for backward once, operands and results included;
     `scratch_bytes` is the largest temporary memory beyond operands, results and saved tensors, None
     where the device has no counter. `spread` is the interquartile range over the median.
     """
@@ -45,7 +45,7 @@ class Measurement:
         )
 
     def scaled(self, factor: float) -> Measurement:
-        """The same with `factor` times the seconds."""
+        """Copy the measurement with `factor` times the seconds."""
         return replace(
             self,
             forward_seconds=factor * self.forward_seconds,

@@ -38,7 +38,7 @@ def measure(call: Call, device: torch.device | str = "cpu", *, budget: float = B
 def measure_together(
     calls: Sequence[Call], device: torch.device | str = "cpu", *, budget: float = BUDGET_SECONDS
 ) -> list[Measurement]:
-    """As `measure`, calls that take turns; without those that refuse to run."""
+    """Measure calls that take turns; without those that refuse to run."""
     device, subjects = torch.device(device), []
     with _measuring():
         for call in calls:

@@ -127,7 +127,7 @@ class _Timed:
 
 
 def _median(laps: Sequence[_Lap]) -> float:
-    """Of the passes that met no new pages, where there are enough of them."""
+    """The median of the passes that met no new pages, where there are enough of them."""
     settled = [lap.seconds for lap in laps if lap.pages <= FEW_PAGES]
     enough = len(settled) >= min(MIN_RUNS, len(laps))
     return statistics.median(settled if enough else [lap.seconds for lap in laps])

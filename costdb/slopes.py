@@ -107,7 +107,7 @@ class _NewBytes(TorchDispatchMode):
         return result
 
     def living(self) -> Iterator[torch.UntypedStorage]:
-        """The storages that are there now: results, and what is kept for backward."""
+        """The storages that are there now: results, and what is saved for backward."""
         for known, _ in self.alive.values():
             storage = known()
             if storage is not None:

@@ -62,6 +62,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.stand_ins": "what torch calls below a graph",
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
+    "autopar.runtime.parameters.whole_operators": "the same table",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
     "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
     "autopar.proof.backward": "kernels that are slow on several threads in float64",

@@ -123,6 +123,15 @@ def test_show_tells_the_schema_of_plans(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 2 and "PLAN.json" in found["error"]["wanted"]
 
 
+@pytest.mark.parametrize("words", [("plan", "net.py:net"), ("explain", "net.py:net"), ("run", "train.py")])
+def test_a_command_without_a_cluster_is_answered_with_one(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = command(capsys, *words)
+    assert code == 2
+    assert document["error"]["remedy"].startswith("add --cluster local:2, two processes of this machine")
+
+
 def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = command(
         capsys, "plan", f"{TARGETS}:net", "--cluster", "local:4", "--mesh", "2x2", "--no-measure"
@@ -245,7 +254,7 @@ def test_verify_reports_errors_by_kind(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_failed_check_exits_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.proof.verify.TOLERANCE", 1e-30)
+    monkeypatch.setattr("autopar.proof.verdict.TOLERANCE", 1e-30)
     code, found = command(capsys, "verify", f"{TARGETS}:net", *LOCAL, "--force", "channel", "--steps", "1")
     assert code == 1 and found["passed"] is False and found["vacuous"] is False
 

@@ -117,6 +117,59 @@ def test_eval_mode_plans_anew_with_and_without_gradients(pools: Pools) -> None:
         assert gaps[1] < EXACT
 
 
+class Scored(nn.Module):
+    """A net with a method that calls it, as training loops do to tell how well it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.first(x).tanh())
+        return scores
+
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        return float((self(x).argmax(1) == y).double().mean())
+
+
+def scored(stages: int) -> tuple[list[float], str]:
+    """How far a call without targets is from the serial model's: outputs, gradients through them, a method's
+    number, outputs in evaluation; and what a step without targets says."""
+    torch.manual_seed(0)
+    model, x = Scored().double(), torch.randn(8, 6, dtype=torch.float64)
+    y, serial = torch.randint(3, (8,)), copy.deepcopy(model)
+    cluster, loss_fn = autopar.ClusterSpec.local(2), nn.functional.cross_entropy
+    parallel: Any = autopar.parallelize(
+        model, cluster, (x, y), loss_fn=loss_fn, measure=False, stages=stages, micro_batches=stages
+    )
+    theirs, mine = serial(x), parallel(x)
+    gaps = [float((mine - theirs).detach().abs().max()), abs(parallel.accuracy(x, y) - serial.accuracy(x, y))]
+    if stages == 1:
+        theirs.square().sum().backward()
+        mine.square().sum().backward()
+        for name, item in parallel.named_parameters():
+            gradient = dict(serial.named_parameters())[name].grad
+            assert gradient is not None
+            gaps.append(float((parallel.gather(name, item.grad) - gradient).abs().max()))
+    with torch.no_grad():
+        gaps.append(float((parallel.eval()(x) - theirs).abs().max()))
+    try:
+        parallel.train().train_step(x)
+    except autopar.AutoparError as error:
+        return gaps, str(error)
+    return gaps, ""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_call_without_targets_gives_the_outputs_of_the_model(stages: int, pools: Pools) -> None:
+    for gaps, said in pools(2).run(scored, stages):
+        assert max(gaps) < EXACT
+        told = (
+            "loss: found none in the output of the model" if stages == 1 else "loss_fn cross_entropy: found 1"
+        )
+        assert told in said
+
+
 def masked() -> list[Tensor]:
     """Losses of a step and of a call after it, serial and parallel, from one seed and with ordinary masks."""
     torch.manual_seed(0)

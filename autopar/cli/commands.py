@@ -83,7 +83,7 @@ def plan(
     progress: ShowProgress = False,
     **options: Any,
 ) -> CommandOutput:
-    """Find the best placement of TARGET on a cluster, and print it.
+    """Find the best plan for TARGET on a cluster, and print it.
 
     A cluster local:1-8, or FILE.toml:8-64, is a range: the best plan on more and more devices.
     """

@@ -88,13 +88,21 @@ def _answer(words: Sequence[str]) -> CommandOutput:
             where=name,
             found=cut_text(cause.format_message().rstrip("."), 160) or "no command",
             wanted=context.get_usage().removeprefix("Usage: ") if context else "a command and its options",
-            remedy=f"see {name} --help",
+            remedy=_remedy(cause) or f"see {name} --help",
         ) from cause
     except typer.Abort as cause:
         raise KeyboardInterrupt from cause
     if result == INTERRUPTED:
         raise KeyboardInterrupt
     return result if isinstance(result, CommandOutput) else CommandOutput({}, "")
+
+
+def _remedy(cause: Any) -> str | None:
+    """What to add where a command line lacks what every first one needs."""
+    missing = getattr(getattr(cause, "param", None), "name", None)
+    if type(cause).__name__ == "MissingParameter" and missing == "cluster":
+        return "add --cluster local:2, two processes of this machine, or a file that describes devices"
+    return None
 
 
 def finite(tree: Any) -> Any:

@@ -46,7 +46,7 @@ def _counts(first: int, last: int) -> Iterator[int]:
 
 
 def _with_devices(whole: ClusterSpec, count: int) -> ClusterSpec:
-    """So many devices like those of a cluster: on one node, or on whole nodes."""
+    """A cluster of `count` devices like those of another: on one node, or on whole nodes."""
     nodes, rest = divmod(count, whole.devices_per_node)
     if nodes > 0 and rest:
         raise InputError(

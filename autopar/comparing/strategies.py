@@ -135,19 +135,19 @@ class Comparer:
 
     def pipelines(self) -> Iterator[Request]:
         """One device for each stage: a few numbers of micro-batches, in every schedule that takes them."""
-        stages = self.cluster.num_devices
+        ranks = self.cluster.num_devices
         batch = self.samples()
         divisors = [count for count in range(1, batch + 1) if batch % count == 0] or [1]
-        counts = {max(each for each in divisors if each <= times * stages) for times in TIMES}
+        counts = {max(each for each in divisors if each <= times * ranks) for times in TIMES}
         for count in sorted(counts):
             for schedule in SCHEDULES:
                 try:
-                    check_schedule(schedule, ranks=stages, stages_per_rank=1, micro_batches=count)
+                    check_schedule(schedule, ranks=ranks, stages_per_rank=1, micro_batches=count)
                 except InputError:
                     continue  # gpipe takes any number
                 yield replace(
                     self.request,
-                    pipeline_ranks=stages,
+                    pipeline_ranks=ranks,
                     micro_batches=count,
                     schedule=schedule,
                     alternatives=False,

@@ -31,5 +31,5 @@ Pins: TypeAlias = Mapping[str, Sequence[str | None]]
 
 
 def name_of(force: Force) -> str:
-    """As the command line writes it: `batch`, or `batch+filter` for two axes."""
+    """Name a force as the command line writes it: `batch`, or `batch+filter` for two axes."""
     return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)

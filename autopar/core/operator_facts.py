@@ -74,6 +74,7 @@ class Facts:
 
     # -- what it does to rows that are samples
     rows_alike: bool = False  # gives rows that are alike, but for what its operands say
+    draws_each: bool = False  # draws every element for itself, by what its operands say at that place
     by_sizes: bool = False  # makes a tensor of numbers that are sizes
     sum_of: int = 0  # operands with which it is a plain sum over a contracted factor
     is_mean: bool = False

@@ -47,8 +47,8 @@ class Part:
         return len(mine) == len(rows) and torch.equal(mine, torch.arange(rows.start, rows.stop))
 
     def within(self, rows: range) -> Part | None:
-        """The same part of a tensor that holds only `rows` of dim 0, which must cover it; None if the
-        part's rows are no block."""
+        """The part within a tensor that holds only `rows` of dim 0, which must cover it; None if the part's
+        rows are no block."""
         span = self.span(0)
         if len(span) != self.shape[0]:
             return None

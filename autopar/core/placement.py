@@ -63,7 +63,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate(_Only):
-    """The same value and the same gradient on every rank."""
+    """Every rank has the same value and the same gradient."""
 
     def __hash__(self) -> int:
         return 1
@@ -85,7 +85,7 @@ class Partial(_Only):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Broadcast(_Only):
-    """The same value on every rank; gradients that must be summed over the axis."""
+    """Every rank has the same value; gradients must be summed over the axis."""
 
     def __hash__(self) -> int:
         return 3

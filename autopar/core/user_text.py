@@ -27,6 +27,14 @@ LONGEST_LINE = 4_000  # characters of a line of TOML: tomllib's time is quadrati
 Tree = TypeVar("Tree")
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; what can't be a path, too long or with a null byte, is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: str | Path, *, longest: int = LONGEST) -> str:
     """The text of a file; raises ValueError for one that can't be read, is too long, or isn't UTF-8."""
     try:
@@ -94,7 +102,7 @@ def _whole(text: str) -> int:
 
 
 def _check_whole(number: int) -> None:
-    """Of TOML, where a number may be hexadecimal."""
+    """Refuse a whole number of TOML that is too large; it may be written in hexadecimal."""
     if abs(number) >= 10**DIGITS:
         raise ValueError(show_value(number))
 

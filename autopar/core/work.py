@@ -33,7 +33,7 @@ class Flops:
 
     @classmethod
     def of_product(cls, forward: int, *factors: TensorSpec) -> Flops:
-        """Those of a product, whose gradients are one more product for each factor that has one."""
+        """Flops of a product, whose gradients are one more product for each factor that has one."""
         return cls(forward, forward * sum(factor.requires_grad for factor in factors))
 
 
@@ -48,12 +48,12 @@ class Product:
 
     @property
     def left(self) -> Product:
-        """Of the gradient of its first operand."""
+        """The product that computes the gradient of its first operand."""
         return Product(self.batch, self.m, self.k, self.n)
 
     @property
     def right(self) -> Product:
-        """Of the gradient of its second operand."""
+        """The product that computes the gradient of its second operand."""
         return Product(self.batch, self.k, self.n, self.m)
 
 

@@ -43,13 +43,13 @@ class RankFacts:
 
     @staticmethod
     def from_text(text: str | bytes) -> RankFacts:
-        """Those that `as_text` wrote, perhaps by another version, whose further fields are left out."""
+        """Read what `as_text` wrote, perhaps in another version, whose further fields are left out."""
         read = json.loads(text)
         return RankFacts(**{name: read.get(name) for name in RankFacts.__slots__})
 
 
 def facts_here(rank: int = 0) -> RankFacts:
-    """Those of this process."""
+    """Collect the facts of this process."""
     cuda = torch.cuda.is_available()
     soft, hard = limits.open_files()
     return RankFacts(

@@ -50,7 +50,7 @@ class Asked:
         return planner.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
 
     def saying(self, **options: Any) -> Asked:
-        """The same with options said otherwise; None says nothing."""
+        """Copy the question with options said otherwise; None says nothing."""
         return replace(self, options={**self.options, **options})
 
     @property
@@ -67,7 +67,7 @@ class Asked:
         return share if said is None else min(said, share)
 
     def hurried(self) -> Asked:
-        """The same with a limit for one more plan."""
+        """Copy the question with a limit for one more plan."""
         return self.saying(time_limit=self.seconds())
 
     def change(self, what: str) -> Change:

@@ -13,23 +13,13 @@ from collections.abc import Iterator
 
 from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
 from autopar.explaining.layers import Alternatives
-from autopar.planning.options import OPTIONS
+from autopar.planning.options import NARROWING, OPTIONS
 from autopar.results.explanation import Change, Outcome, binds
 from autopar.results.plan import Plan
 from autopar.units import show_bytes
 
 LARGEST = 2**30  # bytes of "a little more": 1 GiB
 SHARE = 10  # or the tenth part of the cap, if that is less
-NARROWING = (
-    "mesh",
-    "force",
-    "stages",
-    "micro_batches",
-    "schedule",
-    "recompute",
-    "offload",
-    "shard_state",
-)
 
 
 def memory(alternatives: Alternatives, base: Plan) -> Iterator[Change]:

@@ -101,7 +101,7 @@ class Alternatives:
             name=item.module or item.name,
             op=chosen.op,
             equal=tuple(name for name in names if name != item.name),
-            chosen=Choice.of(chosen, base),
+            chosen=Choice.of(chosen, base, names),
             others=tuple(sorted(others, key=_order)),
             untried=len(ways) - len(others),
         )
@@ -117,7 +117,7 @@ class Alternatives:
             except REFUSED as error:
                 yield Choice(factors, self.kinds(index, factors), reason=reason_of(error))
                 continue
-            yield Choice.of(plan.layers[index], plan)
+            yield Choice.of(plan.layers[index], plan, names)
 
     def kinds(self, index: int, factors: Factors) -> tuple[str | None, ...]:
         """The kind of parallelism on each axis."""

@@ -81,7 +81,7 @@ def batch_of(asked: Asked) -> int:
 
 
 def with_batch(asked: Asked, size: int) -> Asked:
-    """The same with so many samples, repeated or left out: their values decide nothing.
+    """Copy the question for `size` samples, repeated or left out: their values decide nothing.
 
     Raises InputError where it can't be told which dims hold the samples.
     """

@@ -135,7 +135,8 @@ class OneBatch:
     # -- gradients ----------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """As accelerate's; of all parameters of a parallel module its own, which knows all stages."""
+        """Clip gradients as accelerate does; those of a parallel module by its own method, which knows all
+        stages."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
             if isinstance(model, ParallelModule) and _are_all_of(given, model):

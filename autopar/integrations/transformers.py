@@ -56,7 +56,8 @@ class ParallelTraining:
         return int(self._train_batch_size * args.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """As the Trainer's, by names; on a rank without parameters it still takes part in what others do."""
+        """Create the Trainer's optimizer, by names; on a rank without parameters it still takes part in what
+        others do."""
         optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
         if not any(group["params"] for group in optimizer.param_groups):
             optimizer.param_groups[0]["params"].extend(self.model._autopar.tensors.nothing)

@@ -296,7 +296,7 @@ def _transposed_product(call: SizedCall) -> Multiplication:
 
 
 def _is_transposed(call: SizedCall) -> bool:
-    """Of aten.convolution(x, w, bias, stride, padding, dilation, transposed, ...)."""
+    """Whether aten.convolution(x, w, bias, stride, padding, dilation, transposed, ...) is transposed."""
     return bool(call.call.args[6])
 
 

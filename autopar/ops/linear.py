@@ -1,6 +1,7 @@
-"""Matrix products: linear, addmm, mm, bmm and matmul.
+"""Matrix products: linear, addmm, mm, bmm and matmul, and those of experts.
 
-linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+linear       "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+grouped_mm   "t. i+, e. i+ o, e. -> t. o"     rows and groups stay whole: values say which meet
 
 A product of k-long sums costs 2 |y| k operations.
 """
@@ -8,14 +9,15 @@ A product of k-long sums costs 2 |y| k operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from autopar.core.operator_facts import declare
 from autopar.core.work import Flops, Multiplication, Product, SizedCall
 from autopar.sharding.equation import Equation, Kind, parse
-from autopar.sharding.rule import Instance, Rule, Sample, register
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.trace.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
 
@@ -100,8 +102,36 @@ class MatMul(Rule):
         yield Sample(aten.dot.default, (torch.randn(6), torch.randn(6)))
 
 
+@register
+class GroupedMatMul(Rule):
+    """Each group of rows times a matrix of its own; groups of other dims than rows stay whole."""
+
+    targets = (aten._grouped_mm.default, GROUPED_MM)
+
+    def equation(self, op: Instance) -> Equation:
+        if self.is_of_rows(op):
+            return parse("t. i+, e. i+ o, e. -> t. o")
+        none = tuple((None,) * len(op.specs[name].shape) for name in op.operands)
+        return Equation(none, ((None,) * len(op.result_shape()),))
+
+    def is_of_rows(self, op: Instance) -> bool:
+        """Whether groups are runs of rows, and nothing is added."""
+        ranks = [len(op.specs[name].shape) for name in op.operands]
+        return ranks == [2, 3, 1] and op.arguments.get("bias") is None
+
+    def lower(self, site: Site) -> Sequence[Handle]:
+        if self.is_of_rows(site) and site.arguments.get("out_dtype") is None:
+            return (site.call(GROUPED_MM, *site.values),)
+        return super().lower(site)
+
+    def samples(self) -> Iterable[Sample]:
+        rows, matrices = torch.randn(10, 8), torch.randn(3, 8, 9)
+        for ends in ([2, 2, 10], [3, 7, 9]):
+            yield Sample(GROUPED_MM, (rows, matrices, torch.tensor(ends, dtype=torch.int32)))
+
+
 def _flops(left: int, right: int) -> Callable[[SizedCall], Flops]:
-    """Those of a product of the operands at two positions."""
+    """Flops of a product of the operands at two positions."""
 
     def form(call: SizedCall) -> Flops:
         one, other = call.operands[left], call.operands[right]
@@ -125,6 +155,7 @@ def _product(left: int, right: int, *, columns: int = -1) -> Callable[[SizedCall
 declare(aten.mm, aten.bmm, aten.matmul, aten.linear, flops=_flops(0, 1))
 declare(aten.addmm, aten.baddbmm, flops=_flops(1, 2))
 declare(aten.mm, aten.bmm, products=_product(0, 1))
+declare(aten._grouped_mm, GROUPED_MM, flops=_flops(0, 1), products=_product(0, 1))
 declare(aten.linear, products=_product(0, 1, columns=0))
 declare(aten.addmm, aten.baddbmm, products=_product(1, 2))
 declare(aten.mm, aten.matmul, aten.bmm, aten.dot, aten.linear, sum_of=2)

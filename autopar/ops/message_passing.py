@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 def _labels(op: Instance) -> tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str | None, ...]]:
-    """Of the tensor that rows are placed in, of the index and of the rows."""
+    """Labels of the tensor that rows are placed in, of the index and of the rows."""
     dim = op.dim(op["dim"])
     free = [f"d{here}" for here in range(len(op.shape()))]
     into = tuple(None if here == dim else label for here, label in enumerate(free))

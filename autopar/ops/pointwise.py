@@ -182,7 +182,7 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _drops(args: Sequence[Any]) -> bool:
-    """Of dropout(x, p, train)."""
+    """Whether dropout(x, p, train) drops anything."""
     return bool(args[1] and args[2])
 
 

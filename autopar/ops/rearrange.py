@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.atoms import Dim, Relation
 from autopar.sharding.equation import Equation
 from autopar.sharding.rule import Handle, Instance, Regroup, Rule, Sample, Site, register
 
 aten = torch.ops.aten
+
+declare(aten.repeat, aten.tile, aten.repeat_interleave.self_int, rows_alike=True)
 
 
 def _ends(op: Instance) -> tuple[str, str]:

@@ -43,7 +43,7 @@ def steps_dim(call: Call) -> int:
 
 
 def with_steps(call: Call, steps: int, samples: int | None = None) -> Call:
-    """The same layer over so many steps, of so many samples."""
+    """The call of a layer over so many steps, of so many samples."""
     x, states, *others = call.args
     dim, samples = steps_dim(call), samples or samples_of(call)
     x = resized(resized(x, dim, steps), 1 - dim, samples)

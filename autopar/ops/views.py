@@ -46,7 +46,7 @@ def reshape_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[li
 
 @register
 class Reshape(Regroup):
-    """The same elements in the same order under another shape."""
+    """Gives the same elements in the same order under another shape."""
 
     is_view = True
     targets = (

@@ -8,8 +8,9 @@ planner           plans the calls of one model: what is traced for the search, a
 search            the passes, from a traced graph to the best plan over all meshes
 ask               what is asked of the search on one mesh, and how long it may go on
 mesh_search       the best step on one mesh
-known_cuts        cuts into stages of placements that were cut before
+known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches
+screening         what numbers of these, and meshes, would take, told from a few that are solved
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take

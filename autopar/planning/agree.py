@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 def agree(find: Callable[[CoRunners], Answer], cluster: ClusterSpec) -> Answer:
-    """`find(co_runners)` on rank 0, its answer or its AutoparError on every rank; collective."""
+    """Run `find(co_runners)` on rank 0; its answer or its AutoparError reaches every rank; collective."""
     answer = (
         _lead(find) if dist.get_rank() == 0 else _follow(setting_of(cluster).threads, cluster.device_type)
     )

@@ -13,10 +13,10 @@ from autopar.solve.stages.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A placement that is asked for, and the key of the one that is found: under `force` and a `cap` of bytes
-    per device, at a price of memory, with a proven bound or without. With a `multiplier` of what hides it is
-    best, and bounded, by other costs, and its bound holds for exposed seconds; else nothing hides, but for
-    the bound."""
+    """An assignment that is asked for, and the key of the one that is found: under `force` and a `cap` of
+    bytes per device, at a price of memory, with a proven bound or without. With a `multiplier` of what hides
+    it is best, and bounded, by other costs, and its bound holds for exposed seconds; else nothing hides, but
+    for the bound."""
 
     force: Force | None = None
     cap: int | None = None
@@ -28,7 +28,7 @@ class Ask:
 
     @property
     def uncapped(self) -> Ask:
-        """The same where memory has no end."""
+        """A copy without a cap."""
         return replace(self, cap=None)
 
 

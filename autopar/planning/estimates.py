@@ -1,4 +1,4 @@
-"""What a step with K stages and M micro-batches would take, told from one placement of another micro-batch.
+"""What a step with K stages and M micro-batches would take, told from one assignment of another micro-batch.
 
     t(M)     seconds of a micro-batch: what its launches cost stays, and gradients as large as an embedding,
              the rest shrinks with its samples, as far as the devices that share them get equally many
@@ -42,10 +42,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `slowest` are the
-    seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
+    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `work` are
+    the seconds of operators alone, of each the part that all devices would have if they shared it, `slowest`
+    those of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
+    `hiding` those behind which sums of gradients can hide,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
-    `samples` are shared by how many devices; only where placements are free can uneven ones be split
+    `samples` are shared by how many devices; only where assignments are free can uneven ones be split
     otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is recomputed, that
     takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of `hidden_bytes` of what is
     saved are overlapped, to the host and back."""
@@ -55,8 +57,10 @@ class Screened:
     count: int
     samples: int
     cost: StepCost
+    work: float
     slowest: float
     weights: float
+    hiding: float
     fixed: float
     shards: Mapping[int, float]
     free: bool
@@ -69,7 +73,7 @@ class Screened:
     hidden_bytes: int = 0
 
     def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
-        """That of the best schedule; without stages there are no `kinds`."""
+        """The choice of the best schedule; without stages there are no `kinds`."""
         found = [self.under(kind, micro_batches, cap) for kind in kinds or (None,)]
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 
@@ -95,7 +99,13 @@ class Screened:
         bubble = others * max(0.0, self.scaled(cost.micro_batch - split, micro_batches)) / several
         slowest = cost.micro_batch / self.ranks if several > 1 else self.slowest
         busy = micro_batches * max(self.scaled(slowest, micro_batches), hop)
-        return busy + (cost.exposed + cost.update + bubble) / self.ranks + 2 * others * hop
+        exposed = cost.sync - min(cost.summed, self.scaled(self.hiding, micro_batches))
+        return busy + (exposed + cost.update + bubble) / self.ranks + 2 * others * hop
+
+    @property
+    def work_seconds(self) -> float:
+        """Estimated seconds of the operators alone for the whole batch at once: no plan takes much less."""
+        return self.scaled(self.work, 1)
 
     def nbytes(self, kind: ScheduleKind | None, micro_batches: int, kept: int) -> float:
         """Estimated bytes of the fullest rank."""

@@ -14,23 +14,13 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
+from autopar.planning.options import NARROWING
 from autopar.results.plan import Plan
 from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.units import show_bytes
 
 VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
-# Options that a plan has decided.
-DECIDED = (
-    "mesh",
-    "force",
-    "stages",
-    "micro_batches",
-    "schedule",
-    "recompute",
-    "offload",
-    "shard_state",
-    "reduce_dtype",
-)
+DECIDED = (*NARROWING, "reduce_dtype")  # options that a plan has decided
 
 
 def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -1,4 +1,4 @@
-"""Cuts that are known: prices of memory often lead to one placement, which is cut into stages once."""
+"""Cuts that are known: prices of memory often lead to one assignment, which is cut into stages once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from autopar.errors import InfeasibleError
 from autopar.solve.placement.search import CutoffError, check_cutoff
 from autopar.solve.stages.step import Step
 
-REMEMBERED = 16  # placements
+REMEMBERED = 16  # assignments
 
 
 @dataclass(frozen=True, slots=True)
 class KnownCut:
-    """A placement that was cut into stages, what was asked of its cuts, and what they came to."""
+    """An assignment that was cut into stages, what was asked of its cuts, and what they came to."""
 
     program: Program
     asked: object
     outcome: Step | InfeasibleError
 
     def repeated(self, cutoff: float, limit: float) -> Step:
-        """The same step or error; CutoffError where `staged` would raise it."""
+        """Repeat the step or error that is known; raises CutoffError where `staged` would."""
         if isinstance(self.outcome, InfeasibleError):
             raise self.outcome
         check_cutoff(self.outcome.bound, cutoff)
@@ -33,15 +33,15 @@ class KnownCut:
 
 @dataclass(slots=True)
 class KnownCuts:
-    """The last cuts of one mesh's placements."""
+    """The last cuts of one mesh's assignments."""
 
     known: deque[KnownCut] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def step(
         self, program: Program, asked: object, cut: Callable[[], Step], *, cutoff: float, limit: float
     ) -> Step:
-        """The step that `cut` finds, or the error that it raises, of a placement and what is asked; it is not
-        called for what is known. A CutoffError says too little to be kept."""
+        """The step that `cut` finds, or the error that it raises, of an assignment and what is asked; it is
+        not called for what is known. A CutoffError says too little to be kept."""
         for each in self.known:
             if each.asked == asked and each.program == program:
                 return each.repeated(cutoff, limit)

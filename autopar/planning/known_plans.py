@@ -96,7 +96,7 @@ def holds(program: Program, dims: Dims) -> bool:
 
 @lru_cache(maxsize=64)
 def _outline(fingerprint: Fingerprint) -> tuple[str, ...]:
-    """A fingerprint without any number."""
+    """Leave every number out of a fingerprint."""
     lines = (*fingerprint.inputs, *fingerprint.operators, *fingerprint.outputs)
     return tuple(_NUMBER.sub("#", line) for line in lines)
 

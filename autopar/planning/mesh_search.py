@@ -1,7 +1,7 @@
-"""One mesh's problem: what the best step on it is, its placement and its cut into stages.
+"""One mesh's problem: what the best step on it is, its assignment and its cut into stages.
 
-Every placement is solved once, whatever is asked of the step. All stages have the same mesh and share one
-placement, in which a memory cap may have its part; refined, they may turn to others.
+Every assignment is solved once, whatever is asked of the step. All stages have the same mesh and share one
+assignment, in which a memory cap may have its part; refined, they may turn to others.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from autopar.solve.stages.refine import Refinement
 from autopar.solve.stages.step import Step, staged, step_weight, unstaged
 from autopar.solve.stages.user_checkpoints import respect
 
-PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
 CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
-MIXED = 3  # placements, beside a step's own, that its operators may follow
+MIXED = 3  # assignments, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 
 @dataclass(slots=True)
 class MeshProblem:
-    """One mesh's problem; each placement is solved once, whatever is asked of the step."""
+    """One mesh's problem; each assignment is solved once, whatever is asked of the step."""
 
     graph: Graph
     mesh: Mesh
@@ -120,7 +120,7 @@ class MeshProblem:
         )
 
     def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
-        """The prices under multipliers, together at most 1, of what hides: by them no placement costs more
+        """The prices under multipliers, together at most 1, of what hides: by them no assignment costs more
         than its step."""
         theta = self.prices.overlap
         if not self.prices.early:
@@ -133,12 +133,14 @@ class MeshProblem:
         )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
-        """Ask for a placement with parts recomputed as the request says."""
+        """Ask for an assignment with parts recomputed as the request says."""
         return Ask(force, cap, recompute=self.request.recompute, bounded=bounded)
 
     def plan(self, ask: Ask, limits: Limits = UNLIMITED) -> Step:
-        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
-        it need not be `bounded`."""
+        """Find the best step; in it the model's own checkpoints, if no others are asked for.
+
+        Its bound is none if it need not be `bounded`.
+        """
         found = self.fastest(ask, limits)
         if self.request.training and self.request.recompute is Recompute.AUTO:
             count = self.request.micro_batches
@@ -149,7 +151,7 @@ class MeshProblem:
         return found
 
     def least(self, force: Force | None, limits: Limits) -> float:
-        """Seconds that no step with stages takes less than, whatever the placement and the cut."""
+        """Seconds that no step with stages takes less than, whatever the assignment and the cut."""
         fastest = self.solve(self.ask(force), limits)
         places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
         table = intervals(fastest.priced, self.hop, places=places)
@@ -159,7 +161,8 @@ class MeshProblem:
         )
 
     def fastest(self, ask: Ask, limits: Limits) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price."""
+        """Find the best step; with stages under a cap, of several assignments for which memory has a
+        price."""
         if self.request.relay:
             return unstaged(self.solve(self.ask(ask.force), limits), 1)
         if self.request.pipeline_ranks == 1:
@@ -218,7 +221,7 @@ class MeshProblem:
         return dataclasses.replace(best, bound=min(bound, best.seconds))
 
     def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:
-        """The best step of the fastest placement, or under a cap of others for which memory has a price."""
+        """The best step of the fastest assignment, or under a cap of others for which memory has a price."""
         cutoff = limits.cutoff if ask.bounded else math.inf
         check_cutoff(self.even_seconds(fastest.bound), cutoff)
         if not self.has_room(fastest, ask.cap):
@@ -236,7 +239,7 @@ class MeshProblem:
         return found
 
     def improved(self, fastest: Solution, found: Step | None, ask: Ask, limits: Limits) -> Step | None:
-        """What is better than `found` among placements that differ from it, or from the fastest, by few
+        """What is better than `found` among assignments that differ from it, or from the fastest, by few
         choices; None if the graph is too large to look at many."""
         scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
         if not is_worthwhile(len(self.graph.operators), scarce=scarce):
@@ -253,13 +256,16 @@ class MeshProblem:
         return improved_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 
     def leaner(self, fastest: Solution, ask: Ask, limits: Limits, *, known: Step | None = None) -> list[Step]:
-        """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
-        for that, also those that are chosen with a view to it, which may promise more than parts hold."""
-        kept = min(map(mean_flight, self.schedules))
-        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.saved)
+        """Steps of assignments that meet the cap; fewer if one that meets it is `known`.
+
+        If they recompute parts for that, also those of assignments that are chosen with a view to it, which
+        may promise more than parts hold.
+        """
+        flight = min(map(mean_flight, self.schedules))
+        unit = fastest.seconds / (fastest.peak.state + flight * fastest.peak.saved)
 
         def at(price: float, recompute: Recompute) -> Solution:
-            memory_price = MemoryPrice(state=price * unit, saved=price * unit * kept)
+            memory_price = MemoryPrice(state=price * unit, saved=price * unit * flight)
             return self.solve(Ask(ask.force, None, memory_price, recompute), limits)
 
         asked, best, found = self.request.recompute, known, list[Step]()
@@ -278,8 +284,10 @@ class MeshProblem:
         *,
         known: Step | None,
     ) -> list[Step]:
-        """Those that meet the cap of the placements `at` some prices of memory: bisected to where they just
-        do without computing anything again."""
+        """The steps of assignments `at` prices of memory that meet the cap.
+
+        The price is bisected to where they just do without recomputing anything.
+        """
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
@@ -320,7 +328,8 @@ class MeshProblem:
         return list(found.values())
 
     def even_seconds(self, seconds: float) -> float:
-        """Of a step in which all stages of a placement took the same part of `seconds`, and none waited."""
+        """Seconds of a step if all stages of an assignment took the same part of `seconds`, and none
+        waited."""
         return self.request.micro_batches * seconds / self.request.pipeline_ranks
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
@@ -359,12 +368,16 @@ class MeshProblem:
         return dataclasses.replace(found, bound=min(found.bound, others))
 
     def others_than(self, step: Step, fastest: Solution) -> tuple[list[Program], Scarcity | None]:
-        """Of a step that memory made slower: placements that are faster and take more, and what memory makes
-        all placements take, by prices around what a byte has cost."""
-        force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
+        """For a step that memory made slower, assignments that are faster and take more.
+
+        With them, what memory makes all assignments take, by prices around what a byte has cost.
+        """
+        force, flight, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
         ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
-        corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
-        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.saved - solution.peak.saved)
+        corners = list(ask().corners(flight, solution.seconds * (1 - SAME)))
+        spared = (
+            fastest.peak.state - solution.peak.state + flight * (fastest.peak.saved - solution.peak.saved)
+        )
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None
@@ -387,7 +400,7 @@ class MeshProblem:
         cutoff: float = math.inf,
         limit: float = math.inf,
     ) -> Step:
-        """The placement's best step under any of the schedules; see `staged`."""
+        """The assignment's best step under any of the schedules; see `staged`."""
         starts, schedules, incumbent = None, self.schedules, limits.incumbent
         if incumbent and incumbent.schedule and self.even_seconds(solution.seconds) >= incumbent.seconds:
             schedules = [incumbent.schedule]
@@ -419,7 +432,7 @@ class MeshProblem:
     def solve(
         self, ask: Ask, limits: Limits = UNLIMITED, programs: WrittenPrograms | None = None
     ) -> Solution:
-        """The best placement of the whole graph; see `choose`."""
+        """The best assignment of the whole graph; see `choose`."""
         for proven in (True, False)[: 1 if ask.bounded else 2]:
             if (known := dataclasses.replace(ask, bounded=proven)) in self.solved:
                 return self.solved[known]
@@ -456,8 +469,11 @@ class MeshProblem:
         return found
 
     def most_hidden(self, bound: float) -> float:
-        """Of the seconds that placements are compared by what sums of gradients may hide, at most: those of
-        all weights that learn over all axes, or the overlap's part of the least that a placement takes."""
+        """Seconds of an assignment that sums of gradients may overlap, at most.
+
+        They are those of all weights that require gradients over all axes, or the overlap's part of the least
+        that an assignment takes.
+        """
         prices, mesh = self.prices, self.mesh
         if not prices.overlap:
             return 0.0

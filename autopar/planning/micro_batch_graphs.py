@@ -27,15 +27,8 @@ from autopar.core.mesh import Mesh
 from autopar.core.operator_facts import facts_of
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.sharding.made_constants import made_constants
-from autopar.sharding.sample_independence import (
-    SUM_REDUCTION,
-    Role,
-    SampleFlow,
-    Scale,
-    ancestors,
-    find_batch,
-    said_batch,
-)
+from autopar.sharding.sample_dims import find_batch, said_batch
+from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
 from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
@@ -205,7 +198,8 @@ def _rows_of(flow: SampleFlow, name: str) -> Rows | None:
 
 
 def _said_rows(flow: SampleFlow, call: Arguments, said: Mapping[str, int | None]) -> tuple[Rows | None, ...]:
-    """The same where the user says some: the others' as they flow. All must be equally many."""
+    """The rows of every input where the user says some; the others' are as they flow. All must be equally
+    many."""
     size = _length(call, said)
     found = []
     for path, tensor, rows in zip(call.paths, call.tensors, _rows(flow, call), strict=True):
@@ -301,7 +295,8 @@ def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | Non
             return part, _differs(item, "is computed for the whole batch alone")
     made = made_constants(part)
     for name, spec in part.specs.items():
-        if name in whole.specs and not (name in made and name in flow.made) and not _fits(name, spec, flow):
+        compared = name in whole.specs and not (name in made and name in flow.made)
+        if compared and name not in flow.unfilled and not _fits(name, spec, flow):
             return part, f"{name} of shape {list(spec.shape)} is no part of {list(whole.specs[name].shape)}"
     other = next(_other_constants(part, made, flow), None)
     if other is not None:

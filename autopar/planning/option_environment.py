@@ -24,7 +24,7 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
 
 
 def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
-    """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
+    """Settle options beside a plan: of the environment's, those that a plan doesn't decide."""
     found = {
         name: word
         for name, word in read(environment).items()

@@ -397,6 +397,16 @@ class Door:
 
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
+NARROWING = (
+    "mesh",
+    "force",
+    "stages",
+    "micro_batches",
+    "schedule",
+    "recompute",
+    "offload",
+    "shard_state",
+)  # leave the search less to choose
 HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(PlanOptions.__annotations__), _WHOLE_STEP)

@@ -114,15 +114,15 @@ class Planner:
 
         A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
-        stages, micro_batches, exactly = auto
+        ranks, micro_batches, exactly = auto
         deadline, budget = after(self.request.time_limit), Budget(self.request.measure_seconds)
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
-        if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
+        if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, co_runners, budget)
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
-        if stages == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
+        if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
@@ -148,7 +148,7 @@ class Planner:
                     parts.size,
                     self.cluster,
                     self.request,
-                    stages=stages,
+                    ranks=ranks,
                     micro_batches=1 if kept else micro_batches,
                     database=database,
                     progress=self.progress,

@@ -218,16 +218,16 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     everywhere = step.cut.places == len(graph.operators)
     places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
     if len(graph.operators) <= MOST_OPERATORS:
-        return (*counted, "the gap is to all placements and all their cuts")
+        return (*counted, "the gap is to all assignments and all their cuts")
     return (
         *counted,
-        f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
-        "stages' seconds",
+        f"the gap is to all cuts of this assignment{places}, and to all assignments by the sum of "
+        "their stages' seconds",
     )
 
 
 def _parameter_bytes(graph: Graph, dims: Dims, step: Step, values: Values) -> tuple[int, ...]:
-    """Of each rank of the world: of all weights, or of those of its stages."""
+    """Bytes of weights on each rank of the world: of all weights, or of those of its stages."""
     mesh, layouts = dims.mesh, step.solution.program.inputs
     found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
     for item in graph.inputs:

@@ -37,7 +37,7 @@ class Auto(NamedTuple):
     """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
     that together compute what the batch does."""
 
-    stages: int | None
+    ranks: int | None
     micro_batches: int | None
     exactly: bool
 

@@ -70,7 +70,7 @@ class Decision:
 
     @property
     def unhindered(self) -> bool:
-        """Whether memory made nothing slower: the fastest placement fits as it is, or by what hides."""
+        """Whether memory made nothing slower: the fastest assignment fits as it is, or by what hides."""
         problem, cap = self.problem, self.problem.cap
         fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap
@@ -246,7 +246,7 @@ def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
 
 
 def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request) -> list[Mesh]:
-    """Of meshes that differ by the order of their axes alone, and cost the same, the first: 2x4, not 4x2.
+    """Leave out meshes that cost the same as another whose axes come in another order: 2x4 stays, not 4x2.
 
     Within a node all links are alike; what axes cut evenly they cut alike in any order.
     """
@@ -286,7 +286,7 @@ class _Best:
 
 
 def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> _Best:
-    """Of all meshes; those on which nothing faster than what is found can be are left."""
+    """The best step of all meshes; those on which nothing faster than what is found can be are left."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:

@@ -1,7 +1,8 @@
 """Proves that the parallel program computes what the serial one computes.
 
 check       `autopar verify`: the plan of a target against its eager model
-verify      several optimizer steps, compared
+verify      several optimizer steps on both sides
+verdict     what they computed, compared
 changes     changes of what forward reads, each beside the eager model
 cutting     what micro-batches alone change
 precision   float64 on both sides

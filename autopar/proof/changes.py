@@ -24,7 +24,8 @@ from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.precision import copy_model, raise_model, written_constants
-from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
+from autopar.proof.verdict import Record, compare
+from autopar.proof.verify import train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.guards import Guard, Slot
@@ -116,11 +117,17 @@ class _Trial:
         with recording() as reads:
             traced = _trace(target, request, request.autocast(cluster))
         return cls(
-            target, plan, cluster, request, Guard(reads), traced.arguments, _eagerly(target, traced.arguments)
+            target,
+            plan,
+            cluster,
+            request,
+            Guard(reads, own=target.model.modules()),
+            traced.arguments,
+            _eagerly(target, traced.arguments),
         )
 
     def changes(self) -> tuple[list[_Change], ...]:
-        """Of what is read, of other attributes of modules, of modes and hooks."""
+        """Changes of what is read, of other attributes of modules, of modes and hooks."""
         read = [_of_slot(name, slot) for name, slot in self.guard.places() if _other(slot.read()) is not None]
         known = {change.slot.name for change in read if change.slot is not None}
         unread = [
@@ -220,7 +227,7 @@ def _are_alike(before: Record, after: Record) -> bool:
 
 
 def _spread(changes: Sequence[_Change], most: int) -> list[_Change]:
-    """As many of them, from everywhere."""
+    """At most `most` of the changes, from everywhere."""
     if len(changes) <= most:
         return list(changes)
     return [changes[place * len(changes) // most] for place in range(most)]
@@ -261,7 +268,7 @@ def _of_slot(name: str, slot: Slot, *, is_read: bool = True) -> _Change:
 
 
 def _modes(model: nn.Module) -> Iterator[_Change]:
-    """Of the whole model, and of every module alone whose forward is torch's."""
+    """Changes of the mode of the whole model, and of every module alone whose forward is torch's."""
     modes = [(module, module.training) for module in model.modules()]
 
     def undo() -> None:

@@ -44,13 +44,10 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.processes import Disagreement, TrainingJob, trace_lengths, train_on_processes
+from autopar.proof.verdict import TOLERANCE, Record, Verdict, judge
 from autopar.proof.verify import (
-    TOLERANCE,
-    Record,
-    Verdict,
     accumulate_eagerly,
     eager_call,
-    judge,
     run_eagerly,
     seed,
     train_eagerly,
@@ -262,7 +259,7 @@ def _check_pipeline(
     plan: Plan | None,
     asked: bool,
 ) -> Report:
-    """The same for stages and micro-batches, against the serial model that takes the batch at once."""
+    """Check stages and micro-batches against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
     autocast = request.autocast(cluster)

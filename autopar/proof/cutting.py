@@ -11,6 +11,7 @@ keeps everything, noise is 0. The proof of the plan draws them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph
 from autopar.core.operator_facts import is_random
-from autopar.proof.verify import Record, Verdict, judge
+from autopar.proof.verdict import Record, Verdict, judge
 from autopar.sharding.rule import Instance
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, number_of
@@ -74,6 +75,17 @@ def _eager_weight(micro: MicroBatch, part: Traced, model: nn.Module) -> float:
     return micro.weight * own
 
 
+_MEANS: dict[str, Callable[[dict[str, Any]], float]] = {  # of numbers drawn in place; a Cauchy's median
+    "bernoulli_": lambda given: 0.5,
+    "uniform_": lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2,
+    "normal_": lambda given: given.get("mean", 0.0),
+    "exponential_": lambda given: 1 / given.get("lambd", 1.0),
+    "geometric_": lambda given: 1 / given["p"],
+    "log_normal_": lambda given: math.exp(given.get("mean", 1.0) + given.get("std", 2.0) ** 2 / 2),
+    "cauchy_": lambda given: given.get("median", 0.0),
+}
+
+
 class _Average(TorchDispatchMode):
     """Random numbers as they are on average."""
 
@@ -83,17 +95,20 @@ class _Average(TorchDispatchMode):
         match function._schema.name.removeprefix("aten::"):
             case "native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            case "bernoulli_":
-                return args[0].copy_(torch.as_tensor(given["p"])) if "p" in given else args[0].fill_(0.5)
-            case "bernoulli":
-                return args[0].clone() if "p" not in given else torch.full_like(args[0], given["p"])
-            case "uniform_":
-                return args[0].fill_((given.get("from", 0.0) + given.get("to", 1.0)) / 2)
-            case "normal_":
-                return args[0].fill_(given.get("mean", 0.0))
+            case "bernoulli_" if "p" in given:
+                return args[0].copy_(torch.as_tensor(given["p"]))
+            case "bernoulli" if "p" in given:
+                return torch.full_like(args[0], given["p"])
+            case "bernoulli" | "poisson":
+                return args[0].clone()
+            case "randint" | "randint_like":
+                mean = (given.get("low", 0) + given["high"] - 1) // 2
+                return torch.full_like(function(*args, **kwargs), mean)
             case "rand" | "rand_like":
                 return torch.full_like(function(*args, **kwargs), 0.5)
             case "randn" | "randn_like":
                 return torch.zeros_like(function(*args, **kwargs))
+            case name if name in _MEANS:
+                return args[0].fill_(_MEANS[name](given))
             case _:
                 return function(*args, **kwargs)

@@ -89,7 +89,7 @@ def _offered(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def _differences(one: OneOperator, dims: Dims, strategy: Strategy) -> dict[str, float]:
-    """Those of a strategy; infinite, by what it raises, where the operator fails on parts."""
+    """Differences under a strategy; infinite, by what it raises, where the operator fails on parts."""
     try:
         return differences(one, dims, strategy)
     except Exception as cause:  # the user's code raises anything, and gives any shape

@@ -43,7 +43,7 @@ REORDERED, ROUNDED = "sums in another order", "weights rounded otherwise"
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Of the whole batch, of the first micro-batch, and of those that are a sample shorter, if any are."""
+    """Graphs of the whole batch, of the first micro-batch, and of shorter ones, if there are any."""
 
     whole: Traced
     first: Traced
@@ -73,7 +73,7 @@ class LowPrecision:
         return not self.different and near
 
     def as_dict(self) -> dict[str, Any]:
-        """As the command line's JSON shows it."""
+        """The report as the command line's JSON shows it."""
         return {
             "dtype": self.dtype,
             "kernels": self.kernels,
@@ -299,7 +299,7 @@ def _program_losses(model: nn.Module, traced: Traced, plan: Plan, steps: int) ->
 def _pipeline_losses(
     model: nn.Module, graphs: Graphs, plan: Plan, batch: Sequence[MicroBatch], steps: int
 ) -> Tensor:
-    """Those of one with stages or micro-batches."""
+    """Losses of a plan with stages or micro-batches."""
     graph, shorter = with_masks_by_dims(graphs.first.graph), graphs.shorter
     record = simulate_pipeline(
         copy_model(model),

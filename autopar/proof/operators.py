@@ -59,7 +59,7 @@ class OneOperator:
         self.graph = self._graph(tuple(args), dict(kwargs))
 
     def value(self, name: str) -> Tensor | None:
-        """That of an operand which a rule may take for a constant: integers."""
+        """The value of an operand which a rule may take for a constant: integers."""
         tensor = self.tensors[name]
         return None if may_learn(tensor.dtype) else tensor
 

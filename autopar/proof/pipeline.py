@@ -22,7 +22,8 @@ from autopar.errors import CheckError
 from autopar.proof.backward import backward
 from autopar.proof.precision import raise_tensor
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
-from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
+from autopar.proof.verdict import Record, Tensors
+from autopar.proof.verify import MOMENTUM, RATE, seed, start_state
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.split_stages import StageProgram, split

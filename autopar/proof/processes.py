@@ -1,4 +1,4 @@
-"""The same training on real processes: every rank loads the target again and runs its own program.
+"""Trains on real processes: every rank loads the target again and runs its own program.
 
 Rank 0 returns what it computed, gathered to full tensors. All ranks must have computed the same, so
 each compares with rank 0's and tells by how much it differs: a replica that drifts on its own can
@@ -23,18 +23,8 @@ from autopar.errors import CheckError
 from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
-from autopar.proof.verify import (
-    KINDS,
-    MOMENTUM,
-    RATE,
-    Record,
-    Tensors,
-    backward,
-    difference,
-    floor_of,
-    note_outputs,
-    seed,
-)
+from autopar.proof.verdict import KINDS, Record, Tensors, difference, floor_of
+from autopar.proof.verify import MOMENTUM, RATE, backward, note_outputs, seed
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker

@@ -2,19 +2,13 @@
 
 Outputs, loss, all gradients, and afterwards parameters and buffers. The serial side is the user's
 module itself, never the exported graph, so tracing is proved as well; only what it checkpoints is not
-recomputed in backward, which would write running statistics twice. The error of a kind is
-
-    max |a - b| / max(max |b|, 1e-3 x the largest magnitude among tensors of that kind)
-
-taken tensor by tensor: some true gradients are 0 (a key's bias), and need the floor.
+recomputed in backward, which would write running statistics twice. verdict.py compares.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,10 +26,10 @@ from autopar.proof.precision import (
     raise_model,
     raise_tensor,
     raised_eager,
-    widest,
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
+from autopar.proof.verdict import SEED, Record, Tensors, Verdict, judge
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
@@ -51,56 +45,10 @@ from autopar.trace.call_signature import (
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
-from autopar.trace.structure import parts_of
 from autopar.trace.user_source import user_line
 
-TOLERANCE = 1e-9
-FLOOR = 1e-3
-ROUNDINGS = 100  # errors of so many times what one rounding of the parameters does may be rounding
 RATE, MOMENTUM = 0.01, 0.9
-SEED = 20_190_311  # every step draws its dropout masks from SEED + step on both sides
-KINDS = ("outputs", "loss", "gradients", "parameters", "buffers")
-
-Tensors = dict[str, Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]  # the model's, the loss's
-
-
-@dataclass(slots=True)
-class Record:
-    """What a side computed: one entry per step for outputs, loss and gradients.
-
-    `casts` are those that were raised to float64 on the way.
-    """
-
-    outputs: Tensors = field(default_factory=dict)
-    loss: Tensors = field(default_factory=dict)
-    gradients: Tensors = field(default_factory=dict)
-    parameters: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
-    casts: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The largest error of each kind, and the tensor that has it.
-
-    Of a proof that failed `rounding` is the error of the serial model against itself, its parameters rounded
-    otherwise.
-    """
-
-    max_error: dict[str, float]
-    worst: str
-    raised_casts: tuple[str, ...] = ()
-    rounding: float | None = None
-
-    @property
-    def passed(self) -> bool:
-        return all(error <= TOLERANCE for error in self.max_error.values())
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether the errors may come from rounding alone, so that nothing is proved either way."""
-        return self.rounding is not None and max(self.max_error.values()) <= ROUNDINGS * self.rounding
 
 
 def verify_simulated(
@@ -141,28 +89,22 @@ def train_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place; `constants` are those of its graph.
+    """Train the eager model by SGD, in place; `constants` are those of its graph.
 
     Raises InputError for a loss or gradients that are not finite, which prove nothing.
     """
     record = Record()
     call = eager_call(model, arguments, arguments.tensors, loss_fn)
-    learned = [item for item in model.parameters() if item.requires_grad]
-    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    for step in range(steps):
+
+    def backward_of(step: int) -> None:
         torch.manual_seed(seed(step))
-        model.zero_grad()
         with _running_in_float64():
             output, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
         leaves, _ = flatten_results(output)
         note_outputs(record, leaves, loss, step)
         backward(loss, leaves)
-        note_gradients(record, model, step)
-        _check_finite(record, step)
-        if optimizer:
-            optimizer.step()
-    note_state(record, model)
-    return record
+
+    return _train(model, record, steps, backward_of)
 
 
 def accumulate_eagerly(
@@ -174,14 +116,14 @@ def accumulate_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches; raises as
-    `train_eagerly` does."""
+    """Train the eager model by SGD, in place, each step's gradients added up over weighted micro-batches.
+
+    Raises InputError as `train_eagerly` does.
+    """
     record = Record()
     calls = [eager_call(model, arguments, micro.tensors, loss_fn) for micro in batch]
-    learned = [item for item in model.parameters() if item.requires_grad]
-    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    for step in range(steps):
-        model.zero_grad()
+
+    def backward_of(step: int) -> None:
         total = torch.zeros((), dtype=torch.float64)
         for number, call in enumerate(calls):
             torch.manual_seed(seed(step, number))
@@ -193,6 +135,17 @@ def accumulate_eagerly(
                 backward(loss * weight, ())
                 total += weight * loss.detach()
         record.loss[f"{step}:loss"] = total
+
+    return _train(model, record, steps, backward_of)
+
+
+def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[int], None]) -> Record:
+    """Take steps of SGD after `backward_of` each, and note gradients and state."""
+    learned = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
+    for step in range(steps):
+        model.zero_grad()
+        backward_of(step)
         note_gradients(record, model, step)
         _check_finite(record, step)
         if optimizer:
@@ -322,8 +275,11 @@ def simulate_training(
     lift: Callable[[Tensor], Tensor] = raise_tensor,
     room: float = 0.0,
 ) -> Record:
-    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed. `lift`
-    makes the tensors of the start; gathers that fit into `room` bytes start early."""
+    """Train by all ranks' programs, step by step as the serial side does.
+
+    `model` gives the first parameters and is not changed. `lift` makes the tensors of the start; gathers that
+    fit into `room` bytes start early.
+    """
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
     weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
 
@@ -443,105 +399,3 @@ def _update_buffers(
         if item.mutated:
             shares = [local[item.name] for local in locals_]
             full[item.name] = assemble(item.name, shares, layouts[item.name], dims)
-
-
-# -- the comparison ---------------------------------------------------------------------------------------
-
-
-def judge(
-    ours: Record,
-    model: nn.Module,
-    train: Callable[[nn.Module], Record],
-    casts: tuple[str, ...],
-    disagreement: Mapping[str, tuple[float, str]] | None = None,
-    *,
-    theirs: Record | None = None,
-) -> Verdict:
-    """The verdict on what the ranks computed, and on their disagreement among themselves.
-
-    `train` makes of a serial model what they should have, unless that is known as `theirs`; the one given is
-    changed. A verdict that fails also says what rounding does to it.
-    """
-    theirs = train(copy_model(model)) if theirs is None else theirs
-    verdict = _worse(compare(ours, theirs, casts), disagreement or {})
-    if verdict.passed or math.inf in verdict.max_error.values():
-        return verdict
-    try:
-        rounded = train(_rounded(model))
-    except InputError:  # it trains to NaN
-        return replace(verdict, rounding=math.inf)
-    return replace(verdict, rounding=max(compare(rounded, theirs).max_error.values()))
-
-
-def _rounded(model: nn.Module) -> nn.Module:
-    """The model, every number that it learns moved in place to a neighbour, up or down at random."""
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                continue
-            sides = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + sides.to(parameter) * torch.finfo(parameter.dtype).eps)
-    return model
-
-
-def _worse(verdict: Verdict, disagreement: Mapping[str, tuple[float, str]]) -> Verdict:
-    """The verdict with the errors by which ranks differ from rank 0, where those are larger."""
-    errors, worst = dict(verdict.max_error), verdict.worst
-    for kind, (error, where) in disagreement.items():
-        if error > max(errors.values(), default=0.0) or math.isinf(error):
-            worst = where
-        errors[kind] = max(errors[kind], error)
-    return replace(verdict, max_error=errors, worst=worst)
-
-
-def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdict:
-    """The errors of every kind; a tensor that only one side has is an infinite error."""
-    errors: dict[str, float] = {}
-    worst, name_of_worst = -1.0, "-"
-    for kind in KINDS:
-        mine: Tensors = getattr(ours, kind)
-        wanted: Tensors = getattr(theirs, kind)
-        floor = floor_of(wanted)
-        errors[kind] = 0.0
-        for name in wanted.keys() | mine.keys():
-            found = difference(mine.get(name), wanted.get(name), floor)
-            errors[kind] = max(errors[kind], found)
-            if found > worst:
-                worst, name_of_worst = found, f"{kind} {name}"
-    return Verdict(errors, name_of_worst, (*casts, *theirs.casts))
-
-
-def floor_of(wanted: Tensors) -> float:
-    """The magnitude below which a tensor's errors count as if it had that magnitude."""
-    return FLOOR * max((_magnitude(item) for item in wanted.values()), default=0.0)
-
-
-def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> float:
-    """The relative error of one tensor; infinite if one side lacks it."""
-    if mine is None or wanted is None or mine.shape != wanted.shape:
-        return float("inf")
-    if mine.layout is not torch.strided:  # structure, which no step changes
-        pairs = zip(parts_of(mine), parts_of(wanted), strict=True)
-        return max(difference(one, other, floor) for one, other in pairs)
-    if not wanted.numel():
-        return 0.0
-    a, b = widest(mine), widest(wanted)
-    largest = _largest(a - b)
-    if not math.isfinite(largest):  # NaN, or infinity, on both sides is no difference
-        largest = _largest(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()))
-    return float("inf") if largest != largest else largest / max(_magnitude(b), floor, 1e-300)
-
-
-def _magnitude(tensor: Tensor) -> float:
-    """The largest finite magnitude, 0 if there is none."""
-    if tensor.layout is not torch.strided:
-        return _magnitude(parts_of(tensor)[-1])
-    values = widest(tensor)
-    largest = _largest(values)
-    return largest if math.isfinite(largest) else _largest(values[values.isfinite()])
-
-
-def _largest(values: Tensor) -> float:
-    """The largest magnitude, NaN if one is NaN: in one pass, without a copy."""
-    return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Two plans beside each other: what differs in placement, cost, memory and stages, as data."""
+"""Two plans beside each other: what differs in layers, cost, memory and stages, as data."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """So many that the shortest action has its columns, within BANDS bands."""
+    """Columns for a second, so many that the shortest action has its columns, within BANDS bands."""
     if not (total := timeline.seconds):
         return 0.0
     lengths = [event.stop - event.start for event in timeline.events if event.computes]

@@ -7,6 +7,7 @@ Every price is the difference of two plans that were solved, and known as well a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ def _pipeline(plan: Plan) -> str:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to split a layer (a factor, or None, on each axis), pinned and solved again: its own `compute`,
-    `communication` and `saved` bytes in that plan. Without an outcome `reason` says why there is no plan."""
+    `communication` and `saved` bytes in that plan; `all_compute` and `all_communication` are those of all
+    layers that are pinned alike. Without an outcome `reason` says why there is no plan."""
 
     strategy: tuple[str | None, ...]
     kinds: tuple[str | None, ...]
@@ -80,10 +82,13 @@ class Choice:
     saved: int = 0
     outcome: Outcome | None = None
     reason: str = ""
+    all_compute: float = 0.0
+    all_communication: float = 0.0
 
     @staticmethod
-    def of(layer: Layer, plan: Plan) -> Choice:
-        """How a plan splits one of its layers."""
+    def of(layer: Layer, plan: Plan, names: Collection[str]) -> Choice:
+        """How a plan splits one of its layers, and with it all of these `names`."""
+        alike = [each for each in plan.layers if each.name in names]
         return Choice(
             layer.strategy,
             layer.kinds,
@@ -91,6 +96,8 @@ class Choice:
             layer.communication,
             layer.nbytes,
             Outcome.of(plan),
+            all_compute=sum(each.compute for each in alike),
+            all_communication=sum(each.communication for each in alike),
         )
 
 

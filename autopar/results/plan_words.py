@@ -33,7 +33,8 @@ FACTORS = {
     "q": "queries",
     "r": "rows, of which only those that are read are exchanged",
 }
-DIM = re.compile(r"[a-z](\d+)(?:\.\d+)?")  # d1, or d1.0: a part of dim 1
+DIM = re.compile(r"([a-z])(\d+)((?:\.\d+)?)")  # d1, or d1.0: the first of the sizes that make up dim 1
+SPACE = 2  # the dim at which s0, space behind samples and channels, begins
 
 
 def split_of(kind: str | None, factor: str | None) -> str:
@@ -42,9 +43,15 @@ def split_of(kind: str | None, factor: str | None) -> str:
 
 
 def factor_name(factor: str) -> str:
-    """A factor as it is printed: those that are numbered dims as such."""
-    dim = DIM.fullmatch(factor)
-    return f"dim {dim[1]}" if dim else factor
+    """A factor as it is printed: those that are numbered dims as such; size 0 isn't named."""
+    name = factor.removesuffix(".0")
+    dim = DIM.fullmatch(name)
+    if dim is None:
+        return name
+    letter, number, size = dim.groups()
+    if letter == "h":
+        return f"normalized dim {number}{size}"
+    return f"dim {int(number) + (SPACE if letter == 's' else 0)}{size}"
 
 
 def splits_of(layer: Layer) -> list[str]:
@@ -60,9 +67,14 @@ def legend(layers: Iterable[Layer]) -> list[tuple[str, str]]:
     found = [(kind, f"each device of the axis has {KINDS[kind]}") for kind in KINDS if kind in kinds]
     if any(None in layer.strategy for layer in own):
         found.append((WHOLE, "every device of the axis computes all of it"))
-    along = [f"{letter} {meaning}" for letter, meaning in FACTORS.items() if letter in factors]
+    letters = {factor.partition(".")[0] for factor in factors}
+    along = [f"{letter} {meaning}" for letter, meaning in FACTORS.items() if letter in letters]
     if any(factor.startswith("dim ") for factor in factors):
         along.append("dim k of the operator's tensors, from 0")
+    if any("." in factor for factor in factors):
+        along.append(
+            "x.k size k, from 0, of those whose product x is, as 3 x heads x head size of a projection"
+        )
     return [*found, ("along", ", ".join(along))] if along else found
 
 

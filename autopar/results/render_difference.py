@@ -10,6 +10,7 @@ from rich.table import Table
 from autopar.results.difference import Difference, LayerChanged
 from autopar.results.fold_blocks import Block, Row, fold_rows
 from autopar.results.plan_words import operator_name
+from autopar.results.render_plan import LIGHT
 from autopar.results.render_step import signed, told_parts
 from autopar.results.text import as_text, text_of
 from autopar.units import show_bytes, show_seconds
@@ -74,11 +75,22 @@ def _layers(found: Difference) -> Iterator[RenderableType]:
         table.add_column(heading, overflow="fold")
     for heading in ("compute", "communication", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in fold_rows([_row(layer) for layer in found.layers]):
+    heavy = [layer for layer in found.layers if not _is_light(layer, found)]
+    for each in fold_rows([_row(layer) for layer in heavy]):
         for cells in _cells(each):
             table.add_row(*cells)
-    yield table
-    yield f"{found.same_layers} more operators are split alike"
+    if heavy:
+        yield table
+    if light := len(found.layers) - len(heavy):
+        more = f"{light} {'more ' if heavy else ''}{'operator is' if light == 1 else 'operators are'}"
+        yield f"{more} split otherwise, with less than {LIGHT:.1%} of the step and of the memory each"
+    yield f"{found.same_layers} {'operator is' if found.same_layers == 1 else 'operators are'} split alike"
+
+
+def _is_light(layer: LayerChanged, found: Difference) -> bool:
+    """Whether what changes for an operator is as little as that of those that a plan sums up."""
+    seconds = abs(layer.compute) + abs(layer.communication)
+    return seconds < LIGHT * max(found.steps) and abs(layer.saved) < LIGHT * max(found.peaks)
 
 
 def _row(layer: LayerChanged) -> Row:

@@ -88,7 +88,7 @@ def _split(choice: Choice) -> str:
 
 def _why(layer: LayerChoices, base: Outcome) -> str:
     """The runner-up, and what speaks against it."""
-    runner, chosen = layer.runner_up, layer.chosen
+    runner = layer.runner_up
     if runner is None or runner.outcome is None:
         return "No other way was solved." if layer.untried else "There is no other way to split it."
     price = runner.outcome.price(base)
@@ -102,18 +102,24 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
             else ""
         )
         verdict = f"costs {show_seconds(price)}{bounds}"
-    against = [
-        f"{signed(theirs - mine)} {what}"
-        for what, theirs, mine in (
-            ("compute", runner.compute, chosen.compute),
-            ("communication", runner.communication, chosen.communication),
-        )
-        if abs(theirs - mine) > SAME * base.step_seconds
-    ]
-    here = f"{', '.join(against)} in it" if against else "about the same in it"
-    elsewhere = price - sum((runner.compute - chosen.compute, runner.communication - chosen.communication))
-    rest = f", {signed(elsewhere)} in the rest of the step" if not layer.equal else ""
-    return f"The runner-up, {_split(runner)}, {verdict}:\n  {here}{rest}."
+    return f"The runner-up, {_split(runner)}, {verdict}:\n  {_against(layer, runner, price, base)}."
+
+
+def _against(layer: LayerChoices, runner: Choice, price: float, base: Outcome) -> str:
+    """Tell what a price is made of: the layer with its equals, and the rest of the step."""
+    chosen = layer.chosen
+    compute = runner.all_compute - chosen.all_compute
+    communication = runner.all_communication - chosen.all_communication
+    where = f"in all {len(layer.equal) + 1}" if layer.equal else "in it"
+    rest = price - compute - communication
+    terms = ((compute, "compute"), (communication, "communication"))
+    told = ", ".join(f"{signed(term)} {what}" for term, what in terms if _counts(term, base))
+    elsewhere = f", {signed(rest)} in the rest of the step" if _counts(rest, base) else ""
+    return f"{told or 'about the same'} {where}{elsewhere}"
+
+
+def _counts(seconds: float, base: Outcome) -> bool:
+    return abs(seconds) > SAME * base.step_seconds
 
 
 def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:

@@ -77,7 +77,7 @@ def _schema(kind: Any, defined: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(inner: tuple[Any, ...], defined: dict[str, Any]) -> dict[str, Any]:
-    """Of a tuple: any number of one type, or one element of each type."""
+    """The schema of a tuple: any number of one type, or one element of each type."""
     if len(inner) == 2 and inner[1] is ...:
         return {"type": "array", "items": _schema(inner[0], defined)}
     places = [_schema(each, defined) for each in inner]

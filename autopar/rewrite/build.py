@@ -207,7 +207,7 @@ def _made_for(program: RankProgram, plan: Plan) -> tuple[InputPart, ...]:
 
 
 def _constants(graph: Graph, program: RankProgram) -> dict[str, Tensor]:
-    """The values of all constants of a rank's program; of those that it doesn't use, nothing is kept."""
+    """Collect all constants of a rank's program; of those that it doesn't use, nothing is kept."""
     used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
     found = {item.target: item for item in graph.inputs if item.value is not None}
     values = {

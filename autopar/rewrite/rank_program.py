@@ -172,7 +172,7 @@ class _Writer:
         return value
 
     def value(self, name: str, layout: Layout) -> fx.Node:
-        """The tensor in `layout`, converted at most once."""
+        """Read a tensor in `layout`, converted at most once."""
         key = (name, self.canonical(name, layout))
         if key not in self.values:
             if key not in self.parents:

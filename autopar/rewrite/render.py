@@ -50,8 +50,10 @@ def render(
 
 
 def describe(made: Executable | StagedExecutable) -> str:
-    """The plan and the rank's program, or those of its stages: each input with its local part, its
-    layout and its sum."""
+    """Describe the plan and the rank's program, or its stages' programs.
+
+    Each input is told with its local part, its layout and its sum.
+    """
     if isinstance(made, Executable):
         return f"{made.plan}\n\n{_program(made)}"
     stages = (f"# stage {each.stage}\n{_program(each)}" for each in made.stages)
@@ -157,7 +159,7 @@ def _base(node: fx.Node) -> str:
 
 
 def _target(target: Any) -> str:
-    """`aten.add`: without the overload, which the arguments tell."""
+    """Name the target without its overload, which the arguments tell: `aten.add`."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}"
     return str(getattr(target, "__name__", target))

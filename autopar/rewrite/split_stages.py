@@ -196,7 +196,7 @@ def _is_serial_draw(node: fx.Node) -> bool:
 
 
 def _contiguous(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """A copy: what is sent must be no view, and lie in memory as the receiver expects it."""
+    """Copy a value: what is sent must be no view, and lie in memory as the receiver expects it."""
     return graph.call_function(
         torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
     )

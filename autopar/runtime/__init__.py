@@ -5,7 +5,7 @@ module        the parallel module that a user trains
 parameters    its parameters, and the sums of their gradients
 execute       programs and pipeline stages, run
 compiled      programs by torch.compile
-saved         what autograd keeps for backward, or does not
+saved         what autograd saves for backward, or does not
 collectives   moves between placements, and operators that communicate
 sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`

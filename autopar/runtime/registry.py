@@ -114,7 +114,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def composite(name: str, schema: str, kernel: Callable[..., Any]) -> None:
-    """An operator that decomposes into others."""
+    """Register an operator that decomposes into others."""
     _define(name, schema, kernel, "CompositeImplicitAutograd")
 
 
@@ -170,7 +170,8 @@ def define(
     shape: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
 ) -> None:
-    """An operator with its kernel for real tensors and its `shape` function for fake ones, without more."""
+    """Register an operator with its kernel for real tensors and its `shape` function for fake ones, without
+    more."""
     _define(name, schema, kernel, _KERNEL, tags=tags)
     torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
 

@@ -89,7 +89,7 @@ SPMM: Any = torch.ops.autopar_graphs.spmm.default
 
 
 def _flops(call: SizedCall) -> Flops:
-    """One multiply-add for each entry and column of x."""
+    """Flops of one multiply-add for each entry and column of x."""
     values, x = call.operands[2:4]
     return Flops.of_product(2 * values.numel * x.shape[1], values, x)
 
@@ -104,7 +104,7 @@ declare(SPMM, flops=_flops, rereads=_rows)
 
 
 def example(specs: tuple[Any, ...], device: torch.device) -> list[Tensor]:
-    """Operands of a call of `spmm`, of these specs: entries as even in rows and columns as can be."""
+    """Make operands of a call of `spmm`, of these specs: entries as even in rows and columns as can be."""
     count, length = specs[1].shape[0], specs[0].shape[0] - 1
     width = specs[3].shape[0]
     rows = torch.arange(count) * length // max(1, count)

@@ -108,7 +108,7 @@ def forwards_before(schedule: Schedule, rank: int) -> int:
 
 
 def in_flight(counts: Counts) -> Counts:
-    """Of each stage of a rank how many micro-batches are on their way through it, at one moment."""
+    """Count for each stage of a rank the micro-batches that are in flight at one moment."""
     stages = len(counts) // 3
     return tuple(now + half for now, half in zip(counts[:stages], counts[stages : 2 * stages], strict=True))
 
@@ -122,8 +122,8 @@ def flight(schedule: Schedule, stage: int) -> int:
 
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps whole at once, on the average stage."""
-    kept = schedule.stages_per_rank
-    most = (max(sum(counts[:kept]) for counts in each.all()) for each in flights(schedule))
+    per_rank = schedule.stages_per_rank
+    most = (max(sum(counts[:per_rank]) for counts in each.all()) for each in flights(schedule))
     return sum(most) / schedule.stages
 
 

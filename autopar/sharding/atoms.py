@@ -462,7 +462,7 @@ class Dims:
 
 
 def _terms(scale: Fraction) -> int:
-    """Of two scales between the same components, 1/2 and 54/107, the one with smaller terms is followed."""
+    """How large a scale's terms are: of 1/2 and 54/107 between the same components the former is followed."""
     return max(scale.numerator, scale.denominator)
 
 

@@ -119,7 +119,7 @@ def fetch_needed(site: Site, value: Handle, needed: NeededRows, axes: Sequence[i
 
 
 def _within(rows: Tensor, span: Rows) -> Tensor:
-    """Those of rising rows that lie in a range."""
+    """The rows, of rising ones, that lie in a range."""
     low, high = torch.searchsorted(rows, torch.tensor(span)).tolist()
     return rows[low:high]
 

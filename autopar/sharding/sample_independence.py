@@ -10,10 +10,6 @@ Micro-batches compute together what the batch computes at once where the loss is
 what an operator does on a part of its rows is what the option that shards them does on a rank, if that
 needs nothing of other ranks. A sum may be divided by what the inputs alone count to (labels that are
 kept, class weights, masks): whoever knows the count of the whole batch can weigh its parts.
-
-Which dim of which input holds the samples follows from the same walk. Of all loops over dims of inputs that
-no weight has it is the first along which the loss is a sum or a mean; if there is none, the one along
-which only statistics of the batch are in the way, or else the only one that gets as far as the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, may_learn
+from autopar.core.graph import Graph, InputKind, Operator, may_learn
 from autopar.core.operator_facts import facts_of, is_random
 from autopar.core.placement import P, Shard
 from autopar.core.strategy import PARTIAL, Option
@@ -107,6 +103,9 @@ class SampleFlow:
         self.unknown: list[Operator] = []
         self.values: dict[str, Value] = {}
         self.made = made_constants(graph) if made is None else made
+        self.unfilled = {
+            name for item in graph.operators if facts_of(item.target).is_undefined for name in item.results
+        }
         self._join_own_rows()
         written = {buffer for buffer, _ in graph.writes}
         for item in graph.inputs:
@@ -202,6 +201,8 @@ class SampleFlow:
             return [Value(Role.ROWS)]
         if item.target in EMPTY:
             return [self._empty(item, given[0])]
+        if facts_of(item.target).draws_each:
+            return [self._drawn(item, given)]
         in_order = self._sorted(item, given)
         if in_order is not None:
             return in_order
@@ -219,6 +220,29 @@ class SampleFlow:
         if not rows:
             return [Value(Role.WHOLE)] * count
         return self._of_rows(item, given, rows)
+
+    def _drawn(self, item: Operator, given: Sequence[Value]) -> Value:
+        """Random numbers, each drawn for itself: rows where samples draw alike, or each by its own row."""
+        (name,) = item.results
+        assert name is not None
+        if all(self._is_alike(operand) for operand in item.operands):
+            return Value(Role.ROWS if any(True for _ in self.places(name)) else Role.WHOLE)
+        if {value.role for value in given} != {Role.ROWS} or any(value.scale for value in given):
+            return Value(Role.WHOLE if {value.role for value in given} == {Role.WHOLE} else Role.MIXED, item)
+        shapes = {self.graph.specs[operand].shape for operand in (*item.operands, name)}
+        places = {place for operand in item.operands for place in self.places(operand)}
+        if len(shapes) > 1 or len(places) > 1:
+            return Value(Role.MIXED, item)
+        (place,) = places
+        self.batch.add(self.dims.atoms.components[(name, place.dim, place.atom)])
+        return Value(Role.ROWS)
+
+    def _is_alike(self, name: str) -> bool:
+        """Whether a tensor has one number throughout, or none yet."""
+        made = self.made.get(name)
+        if made is None:
+            return name in self.unfilled
+        return made.numel() == 0 or bool((made == made.flatten()[0]).all())
 
     def _sorted(self, item: Operator, given: Sequence[Value]) -> list[Value] | None:
         """What becomes of rows that are sorted here, or were; None where there are none."""
@@ -469,75 +493,3 @@ def ancestors(graph: Graph, *results: str | None) -> set[str]:
             found.add(item.name)
             needed.update(item.operands)
     return found
-
-
-# -- which dims hold the samples ------------------------------------------------------------------------
-
-
-def find_batch(graph: Graph, dims: Dims) -> tuple[SampleFlow | None, str | None]:
-    """The flow of the samples, None where their dim can't be told; and why not, or what cutting them would
-    change."""
-    made = made_constants(graph)
-    flows = [SampleFlow(graph, dims, {loop}, made=made) for loop in _loops(graph, dims)]
-    if not flows:
-        return None, "no input has a dim that no weight has"
-    best = min(flow.depth for flow in flows)
-    nearest = [flow for flow in flows if flow.depth == best]
-    if best == 1:
-        nearest = [flow for flow in nearest if _is_normalised(flow)] or nearest
-    told = best < 2 or (best == 2 and len(nearest) == 1)
-    return (nearest[0] if told else None), nearest[0].obstacle
-
-
-def _loops(graph: Graph, dims: Dims) -> Iterator[Atom]:
-    """Loops over the dims of user inputs, each once, that are no weight's; one of length 1 can't be cut."""
-    seen = set()
-    for item in graph.inputs:
-        if item.kind is InputKind.USER:
-            for dim, atoms in enumerate(dims.atoms.of[item.name]):
-                for atom, size in enumerate(atoms):
-                    loop = dims.atoms.components[(item.name, dim, atom)]
-                    if size > 1 and loop not in seen and not dims.is_weight(loop):
-                        seen.add(loop)
-                        yield loop
-
-
-def samples_elsewhere(graph: Graph, dims: Dims) -> tuple[GraphInput, int] | None:
-    """The first user input with dims and the dim that holds its samples, if that isn't dim 0: rows of dim 0
-    meet, while those of the other go apart to all outputs."""
-    users = [item for item in graph.inputs if item.kind is InputKind.USER and item.spec.shape]
-    if not users:
-        return None
-    first = users[0]
-    roles = [_roles_of_outputs(graph, dims, first, dim) for dim in range(len(first.spec.shape))]
-    if Role.MIXED not in roles[0]:
-        return None
-    apart = {Role.ROWS, Role.SUM, Role.MEAN}
-    dim = next((dim for dim, found in enumerate(roles) if found and found <= apart), None)
-    return None if dim is None else (first, dim)
-
-
-def _roles_of_outputs(graph: Graph, dims: Dims, item: GraphInput, dim: int) -> set[Role]:
-    """What outputs are to the rows of a dim of an input; nothing for a dim that weights have too."""
-    loop = dims.atoms.components[(item.name, dim, 0)]
-    if dims.is_weight(loop) or item.spec.shape[dim] < 2:
-        return set()
-    flow = SampleFlow(graph, dims, {loop})
-    return {flow.values[name].role for name in graph.outputs}
-
-
-def _is_normalised(flow: SampleFlow) -> bool:
-    """Whether the samples are in dim 0 of what batch norms take, as they say they should be."""
-    return all(any(place.dim == 0 for place in flow.places(item.operands[0])) for item in flow.statistics)
-
-
-def said_batch(graph: Graph, dims: Dims, said: Mapping[str, int | None]) -> SampleFlow:
-    """The flow of samples in the dims that are `said`, by path of the input; None for an input without."""
-    names = {item.target: item.name for item in graph.inputs if item.kind is InputKind.USER}
-    batch = {
-        dims.atoms.components[(names[path], dim, 0)]
-        for path, dim in said.items()
-        if dim is not None and path in names
-    }
-    whole = frozenset(names[path] for path, dim in said.items() if dim is None and path in names)
-    return SampleFlow(graph, dims, batch, whole, trusted=True)

@@ -42,7 +42,7 @@ class VertexOrder:
         return rows[self.order]
 
     def edges(self, edge_index: Tensor) -> Tensor:
-        """The same edges, by the new numbers."""
+        """Renumber edges by the new order."""
         return self.position[edge_index]
 
     def back(self, rows: Tensor) -> Tensor:

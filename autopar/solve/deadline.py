@@ -12,7 +12,7 @@ def after(seconds: float | None) -> float | None:
 
 
 def left(deadline: float | None) -> float:
-    """Seconds until then."""
+    """Seconds until the deadline."""
     return math.inf if deadline is None else deadline - time.monotonic()
 
 

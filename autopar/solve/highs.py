@@ -270,7 +270,7 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
 
 
 def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> SolverAnswer | None:
-    """The answer; None for a failure, and for a verdict that bounds do not allow."""
+    """Read the solver's answer; None for a failure, and for a verdict that bounds do not allow."""
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
     if status == kinds.kInfeasible:

@@ -55,7 +55,7 @@ class LinearProgram:
         return len(self.costs) - 1
 
     def variables(self, costs: NDArray[np.float64]) -> Numbers:
-        """One continuous variable for each cost."""
+        """Add one continuous variable for each cost."""
         first, count = len(self.costs), len(costs)
         self.costs.extend(costs.tolist())
         self.integer.extend([False] * count)
@@ -63,7 +63,7 @@ class LinearProgram:
         return np.arange(first, first + count)
 
     def between(self, lows: Iterable[float], highs: Iterable[float]) -> Numbers:
-        """Rows without coefficients yet."""
+        """Add rows without coefficients yet."""
         first = len(self.lows)
         self.lows.extend(lows)
         self.highs.extend(highs)

@@ -335,19 +335,56 @@ def split_for_loss(
     """
     if loss_fn is None:
         return args, kwargs, (), {}
-    accepts, any_keyword = _parameters(model.forward)
-    ours = {key: value for key, value in kwargs.items() if any_keyword or key in accepts}
-    theirs = {key: value for key, value in kwargs.items() if key not in ours}
-    wanted = sum(name not in theirs for name in _required(loss_fn)[1:])
-    if wanted > len(args):
+    ours, theirs = _by_names(model, kwargs)
+    wanted = len(_positional(loss_fn, theirs))
+    if wanted > len(args) or leaves_out_loss(model, loss_fn, args, kwargs):
         raise InputError(
             where=f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}",
             found=f"{len(args)} positional inputs",
             wanted=f"at least {wanted} for loss_fn beside the model's own",
-            remedy="pass the targets after the model's inputs",
+            remedy="pass the targets after the model's inputs; once a parallel module has parameters, a call "
+            "without them gives the model's output",
         )
     cut = len(args) - wanted
     return args[:cut], ours, args[cut:], theirs
+
+
+def leaves_out_loss(
+    model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call gives the model all that it requires, and `loss_fn` nothing of what that requires.
+
+    So the model would miss an argument if the loss took its own.
+    """
+    if loss_fn is None:
+        return False
+    ours, theirs = _by_names(model, kwargs)
+    wanted = _positional(loss_fn, theirs)
+    if not wanted or theirs or not _takes(model, args, ours):
+        return False
+    return len(wanted) > len(args) or not _takes(model, args[: len(args) - len(wanted)], ours)
+
+
+def _by_names(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments that the model's forward knows, and the loss's."""
+    accepts, any_keyword = _parameters(model.forward)
+    ours = {key: value for key, value in kwargs.items() if any_keyword or key in accepts}
+    return ours, {key: value for key, value in kwargs.items() if key not in ours}
+
+
+def _positional(loss_fn: LossFunction, named: Iterable[str]) -> list[str]:
+    """What a loss requires after the output, by position where it isn't `named`."""
+    given = set(named)
+    return [name for name in _required(loss_fn)[1:] if name not in given]
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's forward can be called so."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -126,7 +126,7 @@ class HookCall:
         return same
 
     def run(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Tensor, ...]:
-        """As `call`."""
+        """Run the call as `call` does."""
         return (self.call(operands, numbers),)
 
 

@@ -52,7 +52,7 @@ class CustomCall:
         return tuple(sorted({factor for own in self.split for factor in own}))
 
     def shapes(self, operands: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """Of the results on a part of the operands."""
+        """Shapes of the results on a part of the operands."""
         sizes = {
             factor: operand.shape[dim]
             for operand, own in zip(operands, self.split, strict=True)

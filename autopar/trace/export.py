@@ -83,8 +83,10 @@ class Traced:
     asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
 
     def loss_alone(self) -> Traced:
-        """The same with the loss for its output, as a step by `train_step` has it; raises InputError if there
-        is none."""
+        """A copy with the loss for its only output, as a step by `train_step` has it.
+
+        Raises InputError if there is none.
+        """
         return replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
 
 

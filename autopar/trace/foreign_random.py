@@ -102,7 +102,7 @@ def _living() -> list[_Generator]:
 
 
 def _of_modules(kinds: set[type]) -> Iterator[Any]:
-    """Those that modules hold: the collector doesn't list what was there before `gc.freeze`."""
+    """Generators that modules hold: the collector doesn't list what was there before `gc.freeze`."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     held = [each for space in spaces for each in list(space.values())]
     for each in _of_kinds(held, kinds | {np.random.Generator}):
@@ -110,7 +110,7 @@ def _of_modules(kinds: set[type]) -> Iterator[Any]:
 
 
 def _of_kinds(objects: Sequence[Any], kinds: set[type]) -> Iterator[Any]:
-    """Those whose `type(each) in kinds`: of a million objects, so no line of Python runs for each."""
+    """Objects whose type is one of `kinds`: of a million, so no line of Python runs for each."""
     return compress(objects, map(kinds.__contains__, map(type, objects)))
 
 

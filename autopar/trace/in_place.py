@@ -171,10 +171,10 @@ class InPlaceWrites:
 
 
 def _in_pairs(spec: TensorSpec) -> TensorSpec:
-    """Of a complex tensor's real and imaginary parts."""
+    """A complex tensor's real and imaginary parts, as pairs in a last dim."""
     return replace(spec, shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
 
 
 def _of(view: Operator, base: str) -> Operator:
-    """The same view of another tensor."""
+    """A view like `view`, of another tensor."""
     return replace(view, args=(Ref(base), *view.args[1:]))

@@ -167,7 +167,7 @@ class RowPlacer:
 
     @property
     def shares(self) -> Tensor:
-        """Of each row: what it and those placed there, as many numbers, have of their mean."""
+        """Each row's share of the mean of itself and the rows that are placed on it."""
         return 1 / (self.count.double() + 1)
 
     # -- constants and operators ------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class PlacementReader:
                 return [], None
 
     def _scattered(self, item: Operator, reduce: str, *, includes: bool) -> Placed | None:
-        """Of an index as large as what it places, if it names whole rows."""
+        """Read a scatter by an index as large as what it places, if it names whole rows."""
         itself, dim, index, source = item.args[:4]
         shape, wanted = self._specs[source.name].shape, self._specs[itself.name].shape
         dim = dim % len(shape) if shape else 0
@@ -69,7 +69,7 @@ class PlacementReader:
         return Placed(dim, self._value(rows), source.name, reduce, itself.name, includes=includes)
 
     def _indexed(self, item: Operator) -> Placed | None:
-        """Of an index with one element for each row."""
+        """Read an operator whose index has one element for each row."""
         itself, dim, index, source, *reduce = item.args
         shape = self._specs[source.name].shape
         if not shape or item.kwargs.get("alpha", 1) != 1 or index.name not in self._fixed:
@@ -84,7 +84,7 @@ class PlacementReader:
         )
 
     def _sliced(self, item: Operator) -> Placed | None:
-        """Of a slice of dim 0 that is written."""
+        """Read a slice of dim 0 that is written."""
         itself, source, *rest = item.args
         dim, start, stop, step = (*rest, *_SLICE[len(rest) :])
         shape = self._specs[itself.name].shape
@@ -94,7 +94,7 @@ class PlacementReader:
         return Placed(0, rows, source.name, "copy", itself.name)
 
     def _put(self, item: Operator) -> tuple[list[Operator], Placed | None]:
-        """Of x[:, rows] = values, which may have to be expanded."""
+        """Read x[:, rows] = values, which may have to be expanded."""
         itself, indices, source, *accumulate = item.args
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         if len(given) != 1 or given[0][1].name not in self._fixed:
@@ -120,7 +120,7 @@ class PlacementReader:
         return before, placed
 
     def _segments(self, item: Operator) -> Placed | None:
-        """Of runs of rows, one after the other, whose lengths or bounds are constants."""
+        """Read runs of rows, one after the other, whose lengths or bounds are constants."""
         (source, reduce), said = item.args, item.kwargs
         ends = said.get("lengths") or said.get("offsets")
         learns = self._specs[source.name].requires_grad

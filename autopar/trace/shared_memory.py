@@ -66,7 +66,7 @@ class Memory:
 
 
 def memory_of(model: nn.Module) -> Memory:
-    """Of all that modules of `model` hold."""
+    """The memory of all tensors that modules of `model` hold."""
     return Memory(
         (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     )

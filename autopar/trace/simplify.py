@@ -90,7 +90,7 @@ def no_loss() -> InputError:
         where="loss",
         found="none in the output of the model",
         wanted="a scalar that is the output or its .loss: a step starts backward inside",
-        remedy="pass a loss_fn that returns one",
+        remedy="pass a loss_fn that returns one, and what it takes with every batch",
     )
 
 

@@ -5,9 +5,9 @@
 
 A tensor has a row for each edge where it is picked by a constant, or made row by row of such tensors: row k
 of the result follows from rows k alone. All that are tied so, up to where rows are placed, are put in order
-together: constants that pick and place are, what comes in by edge (features, weights that learn) is picked
-in that order, what leaves or meets another operator is put back. Random masks are drawn in the old order, and
-batch norms take rows in any.
+together: constants that pick and place are, what comes in by edge (features, weights that require gradients)
+is picked in that order, what leaves or meets another operator is put back. Random masks are drawn in the old
+order, and batch norms take rows in any.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Entries:
 
 
 def entries_of(matrix: Tensor) -> Entries:
-    """Those of a matrix with values."""
+    """Entries of a sparse matrix with values."""
     if matrix.layout is torch.sparse_csr:
         count = matrix.crow_indices().diff()
         rows = torch.arange(len(count), device=count.device).repeat_interleave(count)

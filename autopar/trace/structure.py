@@ -270,7 +270,7 @@ class Evaluating(TorchFunctionMode):
     # -- sparse matrices ----------------------------------------------------------------------------
 
     def _entries(self, matrix: Any) -> Entries | None:
-        """Those of a sparse matrix that is structure, or whose places are."""
+        """Entries of a sparse matrix that is structure, or whose places are."""
         if not isinstance(matrix, Tensor):
             return None
         if id(matrix) not in self._matrices and matrix.layout is not torch.strided and self._is_known(matrix):

@@ -9,6 +9,7 @@ repeatable: the function runs after `torch.manual_seed(SEED)`.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.core.user_text import is_file
 from autopar.errors import InputError, show_value
 from autopar.trace.call_signature import LossFunction, split_inputs
 from autopar.trace.user_source import user_line
 
 SEED = 0
+_FEW = 4  # functions that a message names
+_LONGEST_NAME = 60  # characters of a file that a remedy repeats
 SHAPE = "(model, inputs) or (model, inputs, loss_fn), inputs a tuple or dict of tensors or one tensor"
 
 
@@ -47,10 +51,10 @@ def load_target(text: str) -> Target:
     """
     file, colon, name = text.rpartition(":")
     if not (colon and name.isidentifier()):
-        raise _wrong("TARGET", show_value(text), "file.py:function", "write examples/digits.py:digits")
-    path = Path(file).resolve()
-    if not path.is_file():
+        raise _wrong("TARGET", show_value(text), "file.py:function", _remedy(text))
+    if not is_file(file):
         raise _wrong(f"TARGET {text}", f"no file {file}", "a Python file", "check the path")
+    path = Path(file).resolve()
     make = _function(_users(text, lambda: _import(path)), name, text)
     source = f"{path}:{name}"
     return _target(_users(text, lambda: _seeded(make)), f"TARGET {text}", source)
@@ -104,17 +108,43 @@ def _function(module: ModuleType, name: str, text: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
-    own = [
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__ and key[0] != "_"
-    ]
+    own = _makers(module)
     raise _wrong(
         f"TARGET {text}",
         f"no function {name}" if found is None else f"{name} = {found!r}",
         "a function without arguments",
         f"choose from {', '.join(own)}" if own else "define it",
     )
+
+
+def _makers(module: ModuleType) -> list[str]:
+    """The functions of a file that can be called without arguments."""
+    functions = [(key, value) for key, value in vars(module).items() if inspect.isfunction(value)]
+    return [
+        key
+        for key, value in functions
+        if value.__module__ == module.__name__ and key[0] != "_" and _takes_nothing(value)
+    ]
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(item.default is not item.empty or item.kind in optional for item in parameters)
+
+
+def _remedy(text: str) -> str:
+    """What to write in the place of a TARGET that names no function."""
+    file = text.rstrip(":")
+    if file.endswith(".json"):
+        return "name the function that the plan was made for; autopar show and report take saved plans"
+    if file.endswith(".py") and is_file(file):
+        module = _users(text, lambda: _import(Path(file).resolve()))
+        own = [f"{file}:{name}" for name in _makers(module)[:_FEW]]
+        if own:
+            return f"choose from {', '.join(own)}"
+    name = file if file.endswith(".py") and len(file) < _LONGEST_NAME else "net.py"
+    return f"write {name}:net, where net() returns (model, inputs)"
 
 
 def _seeded(make: Callable[[], Any]) -> Any:

@@ -219,5 +219,5 @@ def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Of F.embedding or F.embedding_bag, whose fourth argument it is."""
+    """The max_norm of F.embedding or F.embedding_bag, their fourth argument."""
     return args[3] if len(args) > 3 else kwargs.get("max_norm")

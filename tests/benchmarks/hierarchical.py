@@ -90,7 +90,7 @@ def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
 
 
 def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
-    """The best placement for this cut."""
+    """The best assignment for this cut."""
     same = joint.problem
     problem = MeshProblem(
         same.graph,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.core.user_text import DEEPEST, parse_json, parse_toml, read_text
+from autopar.core.user_text import DEEPEST, is_file, parse_json, parse_toml, read_text
 
 JSON = {
     "[" * 100_000: "nested more than 64 deep",
@@ -58,3 +58,10 @@ def test_a_file_that_is_too_long_or_no_text_is_told(tmp_path: Path) -> None:
     for other in (tmp_path, tmp_path / "none", "a\x00b"):
         with pytest.raises(ValueError, match=r"directory|No such file|null"):
             read_text(other)
+
+
+def test_what_can_be_no_path_is_no_file(tmp_path: Path) -> None:
+    there = tmp_path / "a"
+    there.touch()
+    assert is_file(there) and is_file(str(there))
+    assert not any(map(is_file, (tmp_path, "9" * 5_000, "a\0b", "\ud800" * 300, "")))

@@ -17,7 +17,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.step import StepCost
 from autopar.planning.estimates import OTHERWISE, Screened, bottleneck
-from autopar.planning.pipeline_search import _Screen
+from autopar.planning.screening import Screen
 from autopar.planning.search import decide
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
@@ -29,8 +29,10 @@ EVEN = Screened(
     count=4,
     samples=8,
     cost=StepCost(forward=1.0, backward=2.0, sync=0.0, update=0.0),
+    work=3.0,
     slowest=1.5,
     weights=1.0,
+    hiding=0.5,
     fixed=0.0,
     shards={4: 1.0},
     free=True,
@@ -65,8 +67,15 @@ def test_what_hides_comes_before_what_is_computed_again_and_of_one_stage_alone()
     assert staged.under(ScheduleKind.GPIPE, 4, 1) == EVEN.under(ScheduleKind.GPIPE, 4, 1)
 
 
+def test_sums_of_gradients_hide_behind_the_last_backward_pass_of_larger_micro_batches_sooner() -> None:
+    """Of 2 seconds of sums 0.5 hide behind one of 4 micro-batches, 1 behind one of 2, and all behind one."""
+    cost = StepCost(forward=1.0, backward=2.0, sync=2.0, update=0.0, hidden=0.5, summed=2.0)
+    one = replace(EVEN, ranks=1, slowest=3.0, cost=cost)
+    assert [one.seconds(None, count) for count in (4, 2, 1)] == pytest.approx([13.5, 13.0, 12.0])
+
+
 def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
-    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
+    screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
     choices = screen.choices(2)
     assert choices
     for choice in choices:
@@ -95,7 +104,7 @@ def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> 
         return only_loss(trace(model, (x,), {}).graph)
 
     device = ClusterSpec(devices_per_node=1, device="h200")
-    screen = _Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
+    screen = Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
     choices = screen.choices(1)
     assert [each.micro_batches for each in choices] == [1, 4]
     for choice in choices:

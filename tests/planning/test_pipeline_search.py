@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.api import plan
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.costs import OptimizerState
 from autopar.core.force import Parallelism
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -22,8 +23,9 @@ from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.apart import Apart, error_of, unlike
 from autopar.planning.estimates import Choice
-from autopar.planning.pipeline_search import ROUGH, _few, _Screen, decide_all
+from autopar.planning.pipeline_search import _few, decide_all
 from autopar.planning.request import Request
+from autopar.planning.screening import ROUGH, Screen
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
 from autopar.solve.placement.search import CutoffError, Solution
@@ -78,7 +80,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     seconds = {4: 1.0, 1: 0.8, 2: 0.7}  # of plans
     estimates = {4: 0.6, 1: 0.7, 2: 1.1}
 
-    def choices(self: _Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[Choice]:
         self.model = CostModel.of(local, None)
         return [Choice(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
 
@@ -88,7 +90,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
         nothing: Any = None
         return Decision(nothing, step, cluster, request, None)
 
-    monkeypatch.setattr(_Screen, "choices", choices)
+    monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
@@ -101,7 +103,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     """An estimate may be wrong by more than any margin; a plan that can't be faster is left at its bound."""
     cutoffs: dict[int, float] = {}
 
-    def choices(self: _Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[Choice]:
         self.cap = 1.0
         sizes = {4: (1.0, 0.0), 2: (1.0, 0.0), 1: (9.0, nbytes)}
         return [Choice(each, Mesh((4 // each,)), 4, *size) for each, size in sizes.items()]
@@ -110,7 +112,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
         cutoffs[request.pipeline_ranks] = cutoff
         return decision_of(request.pipeline_ranks, 4, {4: 2.0, 2: 2.0, 1: 1.0}[request.pipeline_ranks])
 
-    monkeypatch.setattr(_Screen, "choices", choices)
+    monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     assert list(cutoffs) == planned and found.request.pipeline_ranks == planned[-1]
@@ -162,8 +164,41 @@ def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
     cluster: ClusterSpec, simple: bool
 ) -> None:
     """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
-    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
+    screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
     assert screen.is_simple() == simple
+
+
+def nodes(inter: float) -> ClusterSpec:
+    """Two nodes of two devices, whose links to each other make so many bytes/s."""
+    return ClusterSpec(
+        nodes=2, devices_per_node=2, device="h200", intra=Link(2e-6, 450e9), inter=Link(5e-6, inter)
+    )
+
+
+@pytest.mark.parametrize(("inter", "ranks"), [(400e9, {1}), (5e9, {1, 2, 4})])
+def test_over_several_nodes_stages_are_looked_at_only_where_they_could_spare_more_than_predictions_are_off_by(
+    inter: float, ranks: set[int]
+) -> None:
+    screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, nodes(inter), OPEN, None)
+    assert {choice.ranks for choice in screen.choices(None)} == ranks
+    assert any("no stages" in note for note in screen.notes) == (ranks == {1})
+
+
+@pytest.mark.parametrize(("inter", "shapes"), [(400e9, [(4,)]), (5e9, [(4,), (2, 2)])])
+def test_meshes_of_more_axes_are_looked_at_only_where_one_axis_leaves_something_to_spare(
+    monkeypatch: pytest.MonkeyPatch, inter: float, shapes: list[tuple[int, ...]]
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    screened = Screen.screened
+
+    def spy(self: Screen, problem: Any, solution: Any, ranks: int, sample: Any) -> Any:
+        seen.append(problem.mesh.shape)
+        return screened(self, problem, solution, ranks, sample)
+
+    monkeypatch.setattr(Screen, "screened", spy)
+    plain = replace(OPEN, optimizer=OptimizerState(0.0))  # no update in shards to be gained
+    Screen(graph_of, [1], BATCH, nodes(inter), plain, None).screen(1)
+    assert list(dict.fromkeys(seen)) == shapes
 
 
 class SoughtError(Exception):
@@ -247,7 +282,7 @@ def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_asked_for_is_kept() -> None:
     request = Request(measure=False, alternatives=False, schedule=ScheduleKind.GPIPE)
-    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, stages=2)).plan
+    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, ranks=2)).plan
     assert (plan.pipeline.ranks, plan.pipeline.schedule) == (2, ScheduleKind.GPIPE)
     plan = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4)).plan
     assert plan.pipeline.micro_batches == 4
@@ -274,7 +309,7 @@ def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
             Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=4, micro_batches=2),
         )
     with pytest.raises(InputError, match="equal parts"):
-        decide_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)
+        decide_all(graph_of, BATCH, CLUSTER, OPEN, ranks=3)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -316,10 +351,10 @@ def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
 
 def test_a_mesh_whose_program_takes_too_long_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first mesh is waited for."""
-    monkeypatch.setattr("autopar.planning.pipeline_search.SCREEN_WORK", 1e-9)
+    monkeypatch.setattr("autopar.planning.screening.SCREEN_WORK", 1e-9)
     monkeypatch.setattr("autopar.solve.highs.LEAST_ITERATIONS", 1)
     cluster = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
-    found = decide_all(graph_of, BATCH, cluster, OPEN, stages=1)
+    found = decide_all(graph_of, BATCH, cluster, OPEN, ranks=1)
     left = [note for note in found.notes if "takes too long" in note]
     assert left and found.problem.mesh.shape == (4,) and "mesh 2x2" in left[0]
 
@@ -455,7 +490,7 @@ def test_labels_that_may_be_ignored_are_no_obstacle_to_micro_batches() -> None:
 
 def test_micro_batches_are_near_one_two_four_and_eight_for_each_rank_and_with_stages_all_between() -> None:
     counts = [1, 2, 3, 4, 6, 9, 20, 31, 33, 50]
-    screen = _Screen(graph_of, counts, BATCH, CLUSTER, OPEN, None)
+    screen = Screen(graph_of, counts, BATCH, CLUSTER, OPEN, None)
     assert screen.micro_batches(1) == [1, 2, 4, 9]
     assert screen.micro_batches(2) == [2, 3, 4, 6, 9, 20, 31]  # from 2 to 32, the nearest to 16 among them
     assert screen.micro_batches(4) == [4, 6, 9, 20, 31, 33, 50]

@@ -18,7 +18,8 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.proof.pipeline import simulate_pipeline
-from autopar.proof.verify import MOMENTUM, RATE, Record, difference, floor_of, seed
+from autopar.proof.verdict import Record, difference, floor_of
+from autopar.proof.verify import MOMENTUM, RATE, seed
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.runtime.saved.offload import offload

@@ -12,7 +12,8 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
 from autopar.planning.request import Request
 from autopar.proof.check import Report, check
-from autopar.proof.verify import Record, train_eagerly
+from autopar.proof.verdict import Record
+from autopar.proof.verify import train_eagerly
 from autopar.trace.target import Target
 
 

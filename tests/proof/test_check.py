@@ -20,6 +20,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.planning.request import Request
 from autopar.proof import check as check_module
 from autopar.proof import operators, precision, processes
+from autopar.proof import verdict as verdict_module
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
 from autopar.trace.target import Target, load_target
@@ -194,13 +195,13 @@ def test_what_one_side_lacks_or_shapes_otherwise_differs_without_end() -> None:
     """Though shapes that broadcast could be compared."""
     one, three = torch.ones(1), torch.ones(3)
     for mine, wanted in ((None, one), (one, None), (one, three), (three, one)):
-        assert verify_module.difference(mine, wanted, floor=0.0) == math.inf
+        assert verdict_module.difference(mine, wanted, floor=0.0) == math.inf
     assert operators._gap(one, three) == math.inf == operators._gap(three, one)
-    assert verify_module.difference(three, three, floor=0.0) == 0.0 == operators._gap(three, three)
+    assert verdict_module.difference(three, three, floor=0.0) == 0.0 == operators._gap(three, three)
 
 
 def test_both_parts_of_a_complex_tensor_are_compared() -> None:
-    found = verify_module.difference(torch.tensor([1 + 2j]), torch.tensor([1 + 1j]), floor=0.0)
+    found = verdict_module.difference(torch.tensor([1 + 2j]), torch.tensor([1 + 1j]), floor=0.0)
     assert found == pytest.approx(1 / abs(1 + 1j))
 
 
@@ -342,7 +343,7 @@ def test_a_rank_that_drifts_from_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_disagreement_is_measured_against_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = verify_module.Record(parameters={"w": torch.tensor([1.0, 4.0])})
+    record = verdict_module.Record(parameters={"w": torch.tensor([1.0, 4.0])})
     monkeypatch.setattr(processes.dist, "broadcast", lambda tensor, src: tensor[0].fill_(2.0))
     found = processes.disagreement(record, torch.device("cpu"))
     assert found["parameters"] == (pytest.approx(1 / 4), "w")
@@ -398,9 +399,9 @@ def test_grouped_products_are_torchs() -> None:
 
 
 def test_nan_is_an_error_and_null_in_json() -> None:
-    record = verify_module.Record(outputs={"y": torch.tensor([math.nan])})
-    other = verify_module.Record(outputs={"y": torch.tensor([1.0])})
-    assert verify_module.compare(record, other).max_error["outputs"] == math.inf
+    record = verdict_module.Record(outputs={"y": torch.tensor([math.nan])})
+    other = verdict_module.Record(outputs={"y": torch.tensor([1.0])})
+    assert verdict_module.compare(record, other).max_error["outputs"] == math.inf
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -425,7 +426,7 @@ def test_a_loss_that_proves_nothing_is_refused(loss_fn: Any, found: str, micro_b
 
 
 def test_of_what_ranks_say_the_worst_of_each_kind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = verify_module.Record()
+    record = verdict_module.Record()
     said = [
         (record, {"gradient": (0.25, "w")}),
         (None, {"gradient": (0.5, "v"), "buffer": (0.0, "mean")}),
@@ -442,7 +443,7 @@ def test_rounding_moves_what_learns_to_a_neighbour_up_or_down() -> None:
     model = nn.Linear(20, 5).double()
     model.bias.requires_grad_(False)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    assert verify_module._rounded(model) is model
+    assert verdict_module._rounded(model) is model
     assert torch.equal(model.bias, before["bias"])
     share = (model.weight.detach() / before["weight"] - 1) / torch.finfo(torch.float64).eps
     up, down = (share > 0.25).sum(), (share < -0.25).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_random_masks_are_no_change() -> None:
     assert report.passed and not report.changes, report
 
 
+class StochasticDepth(nn.Module):
+    """A layer that is left out at random, sample by sample, drawn as libraries of vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty((len(x), 1)).bernoulli_(0.5)
+        return x + self.layer(x) * kept.div_(0.5)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_left_out_at_random_are_no_change(stages: int) -> None:
+    report = verified(layers(StochasticDepth()), batch(), nn.CrossEntropyLoss(), stages=stages)
+    assert report.passed and not report.changes, report
+
+
 def test_random_masks_hide_no_change() -> None:
     """The effect of cutting is that on the model without them: on average a dropout keeps all."""
     drops, plain = (
@@ -137,6 +156,14 @@ def test_random_numbers_are_as_they_are_on_average() -> None:
         "from to": (lambda: torch.empty(2, 3).uniform_(2.0, 5.0), half * 7),
         "normal": (lambda: torch.empty(2, 3).normal_(), half * 0),
         "of a mean": (lambda: torch.empty(2, 3).normal_(3.0, 9.0), half * 6),
+        "exponential": (lambda: torch.empty(2, 3).exponential_(2.0), half),
+        "geometric": (lambda: torch.empty(2, 3).geometric_(0.5), half * 4),
+        "log-normal": (lambda: torch.empty(2, 3).log_normal_(0.0, 2**0.5), half * 2 * math.e),
+        "Cauchy": (lambda: torch.empty(2, 3).cauchy_(2.0), half * 4),
+        "integers": (lambda: torch.randint(5, (2, 3)).double(), half * 4),
+        "integers from": (lambda: torch.randint(2, 7, (2, 3)).double(), half * 8),
+        "integers like": (lambda: torch.randint_like(x, 2, 7), half * 8),
+        "Poisson": (lambda: torch.poisson(half), half),
         "bernoulli": (lambda: torch.empty(2, 3).bernoulli_(), half),
         "of a chance": (lambda: torch.empty(2, 3).bernoulli_(0.75), half * 1.5),
         "of chances": (lambda: torch.bernoulli(x), x),

@@ -60,7 +60,7 @@ b.json takes 1.05 MB more memory a device than a.json
 layer                       operator  a.json           b.json            compute  communication    saved
 blocks.0 ... blocks.3, each:
   .mlp                      linear    batch n x whole  whole x filter o    +1 ms          +0 ns  +4.1 kB
-5 more operators are split alike""",
+5 operators are split alike""",
     )
 
 

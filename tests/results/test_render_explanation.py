@@ -12,13 +12,16 @@ from autopar.results.step_parts import StepParts
 from tests.results.test_render_plan import BIG
 
 BASE = Outcome(0.1, 0.01, 4 << 20, StepParts(compute=0.1), "2x2", measured_share=1.0)
-CHOSEN = Choice(("n", "o"), ("batch", "filter"), 0.02, 0.003, 1 << 20, BASE)
+CHOSEN = Choice(
+    ("n", "o"), ("batch", "filter"), 0.02, 0.003, 1 << 20, BASE, all_compute=0.02, all_communication=0.003
+)
 
 
 def choice(seconds: float, *factors: str | None, communication: float = 0.003) -> Choice:
     kinds = tuple("batch" if factor == "n" else "channel" if factor else None for factor in factors)
     outcome = replace(BASE, step_seconds=seconds, gap=0.02, measured_share=0.5)
-    return Choice(factors, kinds, 0.02, communication, 1 << 19, outcome)
+    own = Choice(factors, kinds, 0.02, communication, 1 << 19, outcome)
+    return replace(own, all_compute=own.compute, all_communication=communication)
 
 
 LAYER = LayerChoices(
@@ -86,6 +89,14 @@ what if      step  against the plan    gap  peak memory
 devices=3                                                no plan: no
 batch=64   180 ms            +80 ms  1.00%      4.19 MB  mesh 2x2""",
     )
+
+
+def test_what_equal_layers_cost_is_part_of_the_price() -> None:
+    runner = replace(LAYER.others[0], all_compute=0.021, all_communication=0.007)
+    chosen = replace(CHOSEN, all_compute=0.02, all_communication=0.003)
+    layer = replace(LAYER, equal=("mlp.1", "mlp.2"), chosen=chosen, others=(runner,))
+    told = "  +1 ms compute, +4 ms communication in all 3.\n"
+    assert told in str(replace(FOUND, layers=(layer,)))
 
 
 def test_the_price_lies_between_what_both_bounds_allow() -> None:

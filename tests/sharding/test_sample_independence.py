@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import Role, SampleFlow, find_batch, samples_elsewhere
+from autopar.sharding.sample_dims import find_batch, samples_elsewhere
+from autopar.sharding.sample_independence import Role, SampleFlow
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
@@ -87,6 +88,57 @@ def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> str | None:
     dims = Dims(graph, find_atoms(graph), Mesh((1,)))
     (name,) = (item.name for item in graph.inputs if item.kind is InputKind.USER)
     return SampleFlow(graph, dims, {dims.atoms.components[(name, 0, 0)]}).obstacle
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "filled in place": lambda x: x * x.new_empty((len(x), 1)).bernoulli_(0.5).div_(0.5),
+    "of equal probabilities": lambda x: x * torch.bernoulli(torch.full((len(x), 1), 0.5)),
+    "of each one's own": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "integers": lambda x: x + torch.randint(0, 5, (len(x), 1)),
+    "exponential": lambda x: x + x.new_empty(len(x), 1).exponential_(),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+}
+QUERIES = torch.linspace(0.0, 1.0, 16).view(2, 8)
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat": lambda x: x[:, None] * QUERIES.repeat(len(x), 1, 1),
+    "repeat into rows": lambda x: x[:, None].repeat(1, 2, 1).flatten(0, 1) * QUERIES.repeat(len(x), 1),
+    "tile": lambda x: x[:, None] * QUERIES.tile(len(x), 1, 1),
+    "repeat_interleave": lambda x: x[:, None] * QUERIES[None].repeat_interleave(len(x), 0),
+}
+TABLE = torch.linspace(0.0, 1.0, SAMPLES)[:, None]
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_samples_draw_each_for_itself(draw: Callable[[Tensor], Tensor]) -> None:
+    assert mixing(lambda _, x: draw(x).mean()) is None
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_samples_have_copies_of_a_tensor(copied: Callable[[Tensor], Tensor]) -> None:
+    assert mixing(lambda _, x: copied(x).mean()) is None
+
+
+def test_rows_that_are_repeated_one_by_one_differ_with_the_place_in_the_batch() -> None:
+    def forward(_: nn.Module, x: Tensor) -> Tensor:
+        return (x.repeat_interleave(2, 0) * QUERIES.repeat_interleave(len(x), 0)).mean()
+
+    assert mixing(forward) is not None
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x[torch.randperm(len(x))] * x,
+        lambda x: x * torch.bernoulli(torch.arange(len(x)).to(x.dtype)[:, None] / SAMPLES),
+        lambda x: x * torch.bernoulli(x.softmax(0)),
+        lambda x: x * torch.bernoulli(TABLE),
+    ],
+    ids=["permuted", "by its number", "by the others", "by a table"],
+)
+def test_draws_that_differ_with_the_place_in_the_batch_take_samples_together(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    assert mixing(lambda _, x: draw(x).mean()) is not None
 
 
 # -- roles ---------------------------------------------------------------------------------------------

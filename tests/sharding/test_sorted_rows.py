@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.core.mesh import Mesh
 from autopar.planning.micro_batch_graphs import parts_of
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import find_batch
+from autopar.sharding.sample_dims import find_batch
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.trace.call_signature import flatten_arguments, flatten_results, split_for_loss, split_inputs
+from autopar.trace.call_signature import (
+    flatten_arguments,
+    flatten_results,
+    leaves_out_loss,
+    split_for_loss,
+    split_inputs,
+)
 
 
 @dataclass
@@ -189,3 +195,24 @@ def test_a_loss_takes_the_last_inputs_that_it_requires_and_names_that_the_model_
 def test_a_loss_that_requires_more_than_there_is_is_refused() -> None:
     with pytest.raises(InputError, match="loss_fn two: found 1 positional inputs, wanted at least 2"):
         split_for_loss(Two(), two, (1,), {})
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "kwargs", "left_out"),
+    [
+        (one, (1,), {}, True),
+        (one, (), {"x": 1}, True),
+        (one, (1,), {"mask": 2}, True),
+        (two, (1, 2), {}, True),  # too few for the loss, and all that the model wants
+        (one, (1, 2), {}, False),  # the mask may be left out, targets may not
+        (one, (1,), {"target": 2}, False),
+        (two, (1,), {"target": 2}, False),  # one of the loss's is there, the other was forgotten
+        (plain, (1,), {}, False),
+        (None, (1,), {}, False),
+        (one, (), {}, False),
+    ],
+)
+def test_a_call_leaves_out_the_loss_if_the_model_needs_all_its_inputs(
+    loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: bool
+) -> None:
+    assert leaves_out_loss(Two(), loss_fn, args, kwargs) == left_out

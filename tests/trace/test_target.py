@@ -130,3 +130,18 @@ def test_a_file_that_does_not_run_names_its_line(tmp_path: Path) -> None:
     error = refused(f"{fails}:net")
     assert error.where.endswith("fails.py:2: import no_such_module")
     assert error.found == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_a_target_that_names_no_function_is_answered_with_those_that_are_there(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    for text in ("nets.py", "nets.py:"):
+        assert refused(text).remedy.startswith("choose from nets.py:net, nets.py:with_loss")
+    assert "write other.py:net, where net() returns (model, inputs)" in str(refused("other.py"))
+    assert "name the function that the plan was made for" in str(refused("plan.json"))
+
+
+@pytest.mark.parametrize("text", ["9" * 5_000, "9" * 5_000 + ".py", "a\0b.py:net", "9" * 5_000 + ".py:net"])
+def test_what_can_be_no_path_is_told(text: str) -> None:
+    assert len(str(refused(text))) <= 400

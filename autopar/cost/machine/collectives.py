@@ -178,8 +178,7 @@ class CollectiveTable:
         return fastest, (most - least) / (slowest - fastest)
 
     def message(self, *, nodes: int) -> tuple[float, float] | None:
-        """The line of messages between two ranks that lie on so many nodes, of the smallest group in which
-        they were measured."""
+        """The line of messages between two ranks on so many nodes, from the smallest measured group."""
         sizes = sorted(
             size for kind, size, span in self.points if (kind, span) == (Collective.SEND_RECV, nodes)
         )

@@ -71,7 +71,7 @@ def estimate(call: Call, device: DeviceModel) -> OperatorCost:
 
 
 def _of_group(call: Call, device: DeviceModel) -> OperatorCost:
-    """Of a compiled group, by the bytes that it moves."""
+    """Estimate a compiled group by the bytes that it moves."""
     _, *moved, _ = call.args
     forward, backward = (_launched(1, nbytes / device.bandwidth, device) for nbytes in moved)
     return OperatorCost(forward, backward if moved[1] else 0.0, measured=False)

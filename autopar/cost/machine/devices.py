@@ -209,7 +209,8 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Of an operator on one number; on a GPU what telling it takes the host, which doesn't wait for it."""
+    """Seconds that it takes to start an operator on one number; on a GPU the host's, which doesn't wait for
+    it."""
     one = torch.ones(1, device=device)
     if device.type == "cpu":
         return _seconds(lambda: one + one, device)
@@ -224,7 +225,8 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:
-    """Of the fastest run: what else a machine does, or threads that wait for a core, can only add."""
+    """Seconds of the fastest run: other work of the machine, or threads that wait for a core, can only
+    add."""
 
     def run(mark: Callable[[], Mark]) -> tuple[Mark, Mark]:
         start = mark()

@@ -157,7 +157,7 @@ class CostModel:
         return replace(self, corrections={**self.corrections, **corrections})
 
     def _seconds(self, call: Call) -> float:
-        """Of one run, forward and backward, on a machine that other processes share."""
+        """Seconds of one run, forward and backward, on a machine that other processes share."""
         found = self.cost(call)
         return self.contention * (found.forward_seconds + found.backward_seconds)
 

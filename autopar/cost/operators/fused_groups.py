@@ -129,7 +129,8 @@ def kind_of(operation: Operator, graph: Graph) -> Kind | None:
 
 
 def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
-    """Of the operator on whole tensors; None where products, or refusals, make it a kernel of its own."""
+    """The footprint of an operator on whole tensors; None where products, or refusals, make it a kernel of
+    its own."""
     args, kwargs = map_refs((operation.args, operation.kwargs), lambda ref: graph.specs[ref.name])
     call = Call(operation.target, args, kwargs)
     try:
@@ -166,7 +167,7 @@ class _Finder:
                 self.roots |= {name: root for name in item.results if name}
 
     def find_levels(self) -> dict[str, int]:
-        """Of every operator; those of members as late as their users allow."""
+        """Find the level of every operator; members of groups come as late as their users allow."""
         early: dict[str, int] = {}
         for item in self.graph.operators:
             makers = [self.maker[name].name for name in item.operands if name in self.maker]

@@ -25,14 +25,15 @@ class Traffic:
 
 
 def saved_own_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
-    """Of the `own` bytes that an operator keeps when it runs by itself what a fused one does."""
+    """Bytes that a fused operator saves of the `own` bytes that it saves when it runs by itself."""
     return 0 if is_recomputed(member.kind, own, operands[0].nbytes if operands else 0) else own
 
 
 def traffic(
     member: Member, operands: Sequence[TensorSpec], results: Sequence[TensorSpec | None], own: int
 ) -> Traffic:
-    """Of a member with local `operands` and `results`, that by itself keeps `own` bytes beside them."""
+    """Traffic of a member with local `operands` and `results`, which by itself saves `own` bytes beside
+    them."""
     if member.kind is Kind.VIEW:
         return Traffic(0, 0)
     own = saved_own_bytes(member, own, operands)

@@ -164,7 +164,7 @@ class _Writer:
 
 
 def _show(tree: Any, known: Mapping[fx.Node, str]) -> str:
-    """An argument as Python; without [], which in keys of calls begin sizes of tensors."""
+    """Show an argument as Python; without [], which in keys of calls begin sizes of tensors."""
     match tree:
         case fx.Node():
             return known[tree]

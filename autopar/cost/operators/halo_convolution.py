@@ -45,7 +45,7 @@ def _resized(spec: TensorSpec, dim: int, rows: tuple[int, int]) -> TensorSpec:
 
 
 def strip_bytes(emitter: GraphEmitter) -> int:
-    """Bytes of the neighbours' rows that convolutions keep for backward."""
+    """Bytes of the neighbours' rows that convolutions save for backward."""
     total = 0
     for target, args, spec in emitter.collectives:
         if "convolution" in target:

@@ -357,8 +357,10 @@ class Prices(TensorPrices):
     def _fused(
         self, operation: Operator, strategy: Strategy, lowered: Lowered
     ) -> tuple[OperatorCost, tuple[Call, ...]] | None:
-        """As `_estimated`, but by what its group took where that is measured; at its first member with the
-        group's call."""
+        """Price an operator by what its group took, where that is measured; else as `_estimated` does.
+
+        With the first member of a group comes the group's call.
+        """
         found = self._estimated(operation, lowered)
         if found is None:
             return None
@@ -422,7 +424,7 @@ class Prices(TensorPrices):
         return (item.forward_seconds + backward) * self.model.contention
 
     def call(self, item: Call) -> OperatorCost:
-        """One local call; a mask of autopar's own costs what filling its memory costs."""
+        """Price one local call; a mask of autopar's own costs what filling its memory costs."""
         if item.target.namespace != "autopar":
             return self.model.cost(item)
         nbytes = 1
@@ -433,7 +435,8 @@ class Prices(TensorPrices):
         )
 
     def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> tuple[float, float]:
-        """Communication inside an operator, forward and backward: halos, and sums of statistics."""
+        """Seconds of communication inside an operator, forward and backward: halos, and sums of
+        statistics."""
         name = target.split(".")[1] if "::" not in target else target.split("::")[1].split(".")[0]
         backward = self.training and spec.requires_grad
         if name == "exchange":
@@ -488,7 +491,7 @@ class Prices(TensorPrices):
         starts: Sequence[int],
         stops: Sequence[int],
     ) -> float:
-        """The slowest rank's rows from others, one message from each side."""
+        """Seconds of the slowest rank's rows from others, one message from each side."""
         axes = parse_key(key)[1]
         row = spec.nbytes // max(1, spec.shape[dim])
         worst = max(foreign(owned, starts, stops))

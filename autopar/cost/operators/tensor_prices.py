@@ -282,7 +282,8 @@ class TensorPrices:
         return self.step_weight * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
-        """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""
+        """Seconds of a weight's conversion: its all-reduce is that of a bucket, or of a gradient where it
+        lies."""
         seconds = self.move(name, move)
         if effect(move).name != "r_to_b":
             return seconds
@@ -311,7 +312,7 @@ class TensorPrices:
         return self._bytes[key]
 
     def state_bytes(self, name: str, layout: Layout) -> int:
-        """A parameter with its gradient and optimizer state; frozen ones have neither."""
+        """Bytes of a parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
         if not self._requires_grad(name):
             return nbytes

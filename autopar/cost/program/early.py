@@ -100,7 +100,7 @@ def _hidden(priced: PricedProgram, exchanges: Sequence[Early]) -> dict[Phase, fl
 
 
 def _behind_products(priced: PricedProgram) -> dict[Key, float]:
-    """Of the values that products read, the seconds of the gradients of those products' weights."""
+    """Seconds of the gradients of products' weights, by the values that these products read."""
     found: dict[Key, float] = {}
     for operator, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
         if operator.target in PRODUCTS:

@@ -66,7 +66,7 @@ def copies(priced: PricedProgram) -> Mapping[str, Value]:
 
 
 def copy_bytes(prices: Prices, name: str, layout: Layout) -> int:
-    """Of a full copy and, if gradients of several micro-batches or of a stage add up, of their sum."""
+    """Bytes of a full copy and, if gradients of several micro-batches or of a stage add up, of their sum."""
     adds_up = prices.training and prices.graph.specs[name].requires_grad and prices.step_weight < 1.0
     return prices.local_bytes(name, layout) * (2 if adds_up else 1)
 

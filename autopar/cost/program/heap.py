@@ -61,7 +61,7 @@ class GradientSums:
                 self.heap.hold(("sum", item.name), item.full or item.nbytes)
 
     def scattered(self, weight: Weight, key: Hashable) -> Hashable:
-        """The shard's gradient in place of the full one, that of all micro-batches."""
+        """Put the shard's gradient in place of the full one, that of all micro-batches."""
         if self.adding:
             self.heap.hold(("new sum", weight.name), weight.full)
             self.heap.drop(("sum", weight.name))

@@ -80,7 +80,7 @@ def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
 
 
 def _order(priced: PricedProgram) -> Iterator[tuple[Phase, int | None]]:
-    """Phases and operators as they follow each other; without an operator, where a phase waits in the end."""
+    """Go through phases and operators as they follow each other; None where a phase waits in the end."""
     count = len(priced.graph.operators)
     yield from ((Phase.FORWARD, place) for place in range(count))
     yield Phase.FORWARD, None

@@ -54,7 +54,7 @@ class Clock:
     backward: tuple[float, ...]
 
     def within(self, start: int, stop: int) -> Clock:
-        """That of a stage with the operators [start, stop) alone, for moments in it."""
+        """The clock of a stage with the operators [start, stop) alone, for moments in it."""
         return Clock(
             tuple(seconds - self.forward[start] for seconds in self.forward[: stop + 1]),
             tuple(seconds - self.backward[stop] for seconds in self.backward[: stop + 1]),
@@ -137,10 +137,11 @@ def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> flo
 
 
 def overlapped_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[int]:
-    """Of each of `items` the operator up to which a stage must reach, about, to overlap its copies. Neither
-    forward nor backward waits for any of them; none that there is if they never do.
+    """For each of `items` about the operator up to which a stage must reach to overlap its copies.
 
-    In forward it must have left; in backward it may be the first that is fetched."""
+    Neither forward nor backward waits for any of them; none that there is if they never do. In forward it
+    must have left; in backward it may be the first that is fetched.
+    """
     until, ends = dict[int, int](), 0.0
     for item in sorted(items, key=lambda item: item.call):
         ends = max(ends, times.forward[item.made]) + copy_seconds(item, link)
@@ -152,5 +153,5 @@ def overlapped_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> 
 
 
 def copy_seconds(item: Movable, link: LinkLike) -> float:
-    """Of one copy, out or back."""
+    """Seconds of one copy to the host, or back."""
     return link.seconds(item.nbytes)

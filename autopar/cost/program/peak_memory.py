@@ -215,7 +215,7 @@ class Replay:
                 self.use(self.tape.root[value], left)
 
     def save(self, number: int) -> None:
-        """Keep for backward what a call saves, but for what waits in the host's memory."""
+        """Save for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
         for root in self.calls[number].memory.saves - self.tape.gathered:
             if root in self.host:
@@ -225,7 +225,7 @@ class Replay:
         self.saved.hold_own(number)
 
     def first_time(self, part: Part, left: Counter[int]) -> None:
-        """A part in forward: what it takes is kept, and what it will not make again."""
+        """Run a part in forward, saving what it takes and what it will not make again."""
         for root in part.taken:
             self.saved.hold(root, self.calls[part.first].place)
         for number in part.calls:
@@ -311,7 +311,7 @@ class Replay:
         return self.firsts.get(weight.value, -1)
 
     def second_time(self, part: Part) -> None:
-        """A part is recomputed, up to the last tensor that its backward reads."""
+        """Recompute a part, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = set(part.given - kept)
@@ -341,7 +341,7 @@ class Replay:
             self.saved.release(root)
 
     def differentiate(self, number: int, part: Part | None) -> None:
-        """A call's backward: from the gradients of what it gave to those of what it took."""
+        """Run a call's backward: from the gradients of what it gave to those of what it took."""
         call = self.calls[number]
         incoming = {
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
@@ -375,7 +375,7 @@ class Replay:
         self.note(call.place)
 
     def forget_recomputed(self, number: int) -> None:
-        """Of a call that ran again."""
+        """Let go of what a recomputed call has saved."""
         memory = self.calls[number].memory
         for root in memory.saves:
             self.heap.drop(self.key(root))
@@ -391,7 +391,7 @@ class Replay:
             self.sums.arrive(weight, key)
 
     def gradient(self, nbytes: int) -> Hashable:
-        """A new one, held once."""
+        """Make a new gradient, held once."""
         self.made += 1
         self.heap.hold(("gradient", self.made), nbytes)
         return "gradient", self.made

@@ -36,8 +36,9 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of each operator the `seconds` to run it again and the `spared` bytes, at best: those of what it
-    makes, and its own. Beside that at most `offload_rate` bytes hide in a second of a stage's forward."""
+    """For each operator the `seconds` to recompute it and the `spared` bytes, at best: those of its results,
+    and its own. Beside that at most `offload_rate` bytes are copied to the host in a second of a stage's
+    forward."""
 
     seconds: Row
     spared: Row
@@ -60,7 +61,7 @@ def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
 
 
 def repeated(priced: PricedProgram) -> list[tuple[int, int, float]]:
-    """Of `repeats` those of the program's recomputed parts."""
+    """The `repeats` of the program's recomputed parts."""
     if not priced.program.recompute:
         return []
     ends = {place: stop for first, stop in priced.program.recompute for place in range(first, stop)}

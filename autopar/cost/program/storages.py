@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
     """Memory that backward reads: `maker` is the operator where it first occurs, `keepers`
-    those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
+    those of the operators that keep it, none if it is recomputed, `for_weights` of those that keep it between
     the halves of a split backward too. A stage that has its `maker` and reaches to the operator `until` keeps
     it on the host."""
 
@@ -26,7 +26,7 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Footing:
-    """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
+    """What operators hold, one by one: storages saved for backward, bytes `own` of each operator that
     nobody else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes
     `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
     backward, and those of `forward` alone."""

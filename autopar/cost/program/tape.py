@@ -44,9 +44,10 @@ class TapeCall:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that learns: its value, the bytes of its gradient, and over which ranks that is summed
-    when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward comes to
-    with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered first."""
+    """A parameter that requires gradients: its value, the bytes of its gradient, and over which ranks that is
+    summed when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward
+    comes to with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered
+    first."""
 
     name: str
     value: int
@@ -58,7 +59,7 @@ class Weight:
 
     @property
     def summed_bytes(self) -> int:
-        """Of the gradient as it is summed."""
+        """Bytes of the gradient as it is summed."""
         return self.nbytes * (self.reduce or self.dtype).itemsize // self.dtype.itemsize
 
 
@@ -209,7 +210,8 @@ class _Recorder:
         self.calls.append(TapeCall(place, call))
 
     def numbered(self, call: CallMemory, numbers: dict[int, int]) -> CallMemory:
-        """The operator's call with the tape's values; `numbers` learns those that it gives."""
+        """Number a call's values as the tape does; `numbers` has those of the call, and gets those that it
+        gives."""
         takes = tuple(numbers[value] for value in call.takes)
         gives = []
         for item in call.gives:
@@ -232,7 +234,7 @@ class _Recorder:
     # -- conversions ------------------------------------------------------------------------------
 
     def converted(self, name: str, layout: Layout, place: int) -> int:
-        """The tensor in `layout`, converted at most once."""
+        """Convert a tensor to `layout`, at most once."""
         key = name, self.tidy(name, layout)
         if key not in self.value:
             self.value[key] = self.convert(name, self.moves[key], place)

@@ -148,8 +148,8 @@ class _Finder:
 def leading(
     source: Layout, needs: Collection[Layout], moves: Sequence[Move], gathering: Gathering = Gathering.KEEP
 ) -> list[Move]:
-    """Of a weight's moves from `source` those that are made once a step: `r_to_b`, left to its end, and the
-    gathers of a weight that is gathered once; each the only use of what is before it (defer_sync.py)."""
+    """A weight's moves from `source` that are made once a step: `r_to_b`, left to its end, and the gathers of
+    a weight that is gathered once; each the only use of what is before it (defer_sync.py)."""
     found: list[Move] = []
     while source not in needs:
         onward = [move for move in moves if move.source == source]

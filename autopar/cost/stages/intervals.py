@@ -103,7 +103,7 @@ class Intervals:
 
     @property
     def seconds(self) -> Table:
-        """Of one micro-batch, forward and backward, without hops."""
+        """Seconds of one micro-batch, forward and backward, without hops."""
         return self.forward + self.input_gradient + self.weight_gradient
 
 

@@ -33,7 +33,8 @@ Moments = tuple[Tensor, Tensor]  # mean and biased variance of each channel
 
 
 def _local_moments(x: Tensor) -> Moments:
-    """Of this rank; 16-bit inputs in float32. The fused kernel takes a quarter of var_mean's time on CPUs."""
+    """Moments of this rank; 16-bit inputs in float32. The fused kernel takes a quarter of var_mean's time on
+    CPUs."""
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if not x.numel():  # a rank without samples has no share
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
@@ -109,7 +110,7 @@ def _backward(
 
 
 def _shape(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Of both directions: one tensor like x and two of one number for each channel."""
+    """Shapes of both directions: one tensor like x and two of one number for each channel."""
     wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
     channel = x.new_empty(x.shape[1], dtype=wide)
     return torch.empty_like(x, memory_format=memory_format(x)), channel, torch.empty_like(channel)

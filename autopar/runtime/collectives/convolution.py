@@ -46,7 +46,7 @@ class Side:
 
 
 def sides(group: str, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> tuple[Side, Side]:
-    """Before and after this rank, whose outputs need the global rows [start, stop)."""
+    """Find the sides before and after this rank, whose outputs need the global rows [start, stop)."""
     return neighbours(groups.index(group), owned, starts, stops)
 
 
@@ -103,7 +103,7 @@ class Along:
         return None if between else output
 
     def reach(self, rows: Rows, taps: Rows) -> Rows:
-        """Over `rows` of the narrower side: the rows of the wider side that the taps touch."""
+        """The rows of the wider side that the taps touch over `rows` of the narrower side."""
         first, last = rows[0], rows[1] - 1
         return (
             first * self.stride - self.padding + self.dilation * taps[0],
@@ -166,13 +166,14 @@ class Convolution:
 
     @property
     def of_strips(self) -> tuple[Any, ...]:
-        """The same arguments for a strip, which is padded by hand."""
+        """The arguments for a strip, which is padded by hand."""
         padding, output_padding = list(self.padding), list(self.output_padding)
         padding[self.dim - 2] = output_padding[self.dim - 2] = 0
         return self.stride, padding, self.dilation, self.transposed, output_padding, self.groups
 
     def edges(self, both: Sequence[Side], kernel: int, length: int) -> Iterator[Edge | None]:
-        """Of each side; `kernel` and `length` are those of the weight and the output along the dim."""
+        """The edge on each side; `kernel` and `length` are those of the weight and the output along the
+        dim."""
         at = self.dim - 2
         along = Along(kernel, self.stride[at], self.padding[at], self.dilation[at], self.transposed)
         return (edge(side.held, length, along) for side in both)
@@ -191,7 +192,7 @@ def _forward(
     stops: Sequence[int],
     *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs, and both strips for backward."""
+    """Compute the outputs, and both strips for backward."""
     call, both = Convolution(*how), sides(group, owned, starts, stops)
     dim = call.dim
     expect(x, dim, both[1].held[0])

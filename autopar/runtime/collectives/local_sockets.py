@@ -251,7 +251,8 @@ def _hear(stream: socket.socket, count: int) -> bytes:
 
 
 def _listen(undo: ExitStack) -> tuple[socket.socket | None, str]:
-    """A socket that listens and its name; none and "" where there are no such names, or no such sockets."""
+    """Open a socket that listens, and name it; none and "" where there are no such names, or no such
+    sockets."""
     if sys.platform != "linux":
         return None, ""
     name = f"autopar-{uuid.uuid4().hex}"

@@ -79,12 +79,12 @@ def _mine(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) ->
 
 
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:
-    """A new contiguous tensor like `x` with another length of one dim."""
+    """Make a new contiguous tensor like `x` with another length of one dim."""
     return x.new_empty(_shape(x, dim, length))
 
 
 def _like(x: Tensor, dim: int, length: int) -> Tensor:
-    """As `_resized`, in the memory format of `x`."""
+    """Resize as `_resized` does, in the memory format of `x`."""
     shape = _shape(x, dim, length)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
@@ -229,21 +229,21 @@ class Halo:
         return [(first, min(0, stop)), (max(end, first), stop)]
 
     def owned(self, x: Tensor, peer: int) -> Tensor:
-        """Of `x`, laid as my cut: a view of the rows that `peer` needs."""
+        """A view of the rows of `x`, laid as my cut, that `peer` needs."""
         mine = self.cuts[self.me]
         return self._view(x, mine[0], overlap(mine, self.windows[peer]))
 
     def needed(self, x: Tensor, peer: int) -> Tensor:
-        """Of `x`, laid as my window: a view of the rows that `peer` owns."""
+        """A view of the rows of `x`, laid as my window, that `peer` owns."""
         window = self.windows[self.me]
         return self._view(x, window[0], overlap(self.cuts[peer], window))
 
     def to_window(self, x: Tensor) -> Tensor:
-        """New, laid as my window; `x` must be laid as my cut."""
+        """Copy `x`, laid as my cut, to a tensor laid as my window."""
         return self._from_to(x, self.cuts[self.me], self.windows[self.me])
 
     def to_cut(self, x: Tensor) -> Tensor:
-        """New, laid as my cut; `x` must be laid as my window."""
+        """Copy `x`, laid as my window, to a tensor laid as my cut."""
         return self._from_to(x, self.windows[self.me], self.cuts[self.me])
 
     def _from_to(self, x: Tensor, old: Rows, new: Rows) -> Tensor:

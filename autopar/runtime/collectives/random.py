@@ -38,15 +38,17 @@ def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: to
 def _serial_mask(
     number: int, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """`_dropout_mask`, for the draw with this number among a program's."""
+    """Draw a `_dropout_mask` for the draw with this number among a program's."""
     return _dropout_mask(shape, p, dtype, device)
 
 
 def _shard_mask(
     shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device
 ) -> Tensor:
-    """A mask of one shard: the seed comes from the default generator, which stands alike on all
-    ranks, and from the shard's number; replicas of a shard draw one mask."""
+    """Draw a mask of one shard; replicas of a shard draw one mask.
+
+    The seed comes from the default generator, which stands alike on all ranks, and from the shard's number.
+    """
     if device.type == "meta":  # has no generators, and a shape must not move the default one
         return torch.empty(shape, dtype=dtype, device=device)
     return _mask_of(_mask_seed(0), shape, p, dtype, shard, device)
@@ -86,7 +88,7 @@ class Stream:
 
 
 def shared_stream() -> Stream:
-    """A stream of its own for a module, from rank 0's random state; collective."""
+    """Open a random stream for a module, from rank 0's random state; collective."""
     state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=7)
     box = [mixed(int.from_bytes(state.digest()), next(_streams))]
     dist.broadcast_object_list(box, src=0)

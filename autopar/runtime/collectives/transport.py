@@ -150,8 +150,11 @@ def _meet(
     make: Callable[[Sequence[Tensor]], None],
     group: ProcessGroup,
 ) -> None:
-    """On the first rank `make` the contiguous `result` of everybody's `mine`, and send it to all; of two
-    ranks both make it. `parts` are where everybody's land."""
+    """Make the result of everybody's parts on the first rank, and send it to all.
+
+    `make` makes the contiguous `result` of everybody's `mine`; of two ranks both do. `parts` are where
+    everybody's land.
+    """
     me, peers = group.rank(), range(1, group.size())
     if len(peers) == 1:
         peer = 1 - me

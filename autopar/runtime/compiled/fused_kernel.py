@@ -5,7 +5,7 @@
                    return (autopar.taken_up.default(a3, True),)", forward bytes, backward bytes, [a0, a1])
 
 The text is Python on operands a0, a1, ...; the bytes are the group's traffic, from which estimates are made.
-`taken_up` stands for the kernel that takes a result: for it the result is written, and kept for backward if
+`taken_up` stands for the kernel that takes a result: for it the result is written, and saved for backward if
 so said, and from it a gradient comes. Without it a compiler would save another thing than in a whole program:
 of a ReLU a mask, which took 80 times as long to write on a CPU as what the next product keeps anyway.
 """

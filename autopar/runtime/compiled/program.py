@@ -36,7 +36,7 @@ _said = False  # what compiling took
 
 
 def compiled(program: fx.GraphModule, *, tells: bool) -> Callable[..., Any]:
-    """`program`, compiled at its first call; rank 0 `tells` once how long that took.
+    """Compile `program` at its first call; rank 0 `tells` once how long that took.
 
     Raises InputError for what can't be compiled.
     """

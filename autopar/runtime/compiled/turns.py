@@ -63,7 +63,7 @@ def _fake_mode(node: fx.Node) -> Any:
 
 
 def _name(node: fx.Node) -> str:
-    """The operator and its group: what ranks share of a call."""
+    """Name the operator and its group: what ranks share of a call."""
     return " ".join((str(node.target), *_keys(node)))
 
 
@@ -76,7 +76,7 @@ def _digest(names: Sequence[str]) -> str:
 
 
 def _begin(digest: str, keys: Sequence[str]) -> Tensor:
-    """What the operators of a graph write to; raises CheckError where other ranks have other ones."""
+    """Make what the operators of a graph write to; raises CheckError where other ranks have other ones."""
     world = dist.group.WORLD
     compared = _compared.setdefault(world, set()) if world is not None else {digest}
     if digest not in compared:

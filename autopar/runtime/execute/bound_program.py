@@ -212,8 +212,10 @@ def sync_key(item: InputPart) -> str | None:
 
 
 def summed(parameters: Sequence[InputPart]) -> list[Member]:
-    """Those whose gradients are to be summed over ranks, in the order of backward; `parameters` are in the
-    order of their first use, and their places there are the members' indices."""
+    """The members whose gradients are summed over ranks, in the order of backward.
+
+    `parameters` are in the order of their first use, and their places there are the members' indices.
+    """
     return [
         Member(
             index,

@@ -81,7 +81,7 @@ class StagedProgram:
         return any(each.stage == self.executable.pipeline.num_stages - 1 for each in self.executable.stages)
 
     def train(self, batch: Sequence[MicroBatch], scale: Tensor | None = None) -> Tensor:
-        """Forward and backward of all micro-batches; the loss of the batch, on every rank.
+        """Run forward and backward of all micro-batches; return the loss of the batch, on every rank.
 
         Gradients, those of the loss times `scale`, are added to the parameters' `.grad`.
         """
@@ -94,7 +94,7 @@ class StagedProgram:
             return self._share(losses if scale is None else [loss / scale for loss in losses])
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
-        """The loss of the batch, on every rank, without gradients."""
+        """Compute the loss of the batch, on every rank, without gradients."""
         self._begin(batch)
         self._scale = None
         with torch.no_grad(), self._whole():
@@ -142,7 +142,7 @@ class StagedProgram:
                     stage.forget()
 
     def _run(self, count: int, step: Callable[..., Any]) -> list[Tensor]:
-        """The weighted losses of `count` micro-batches; empty but on the last stage."""
+        """Run `count` micro-batches; return their weighted losses, none but on the last stage."""
         numbers, losses = torch.arange(count), []  # type: ignore[var-annotated]
         target = numbers if self._is_last else None
         step(micro_batch=numbers, target=target, losses=losses, return_outputs=False)
@@ -179,7 +179,8 @@ class StagedProgram:
             self._add(target, total)
 
     def _sum_copies(self, totals: dict[str, Tensor]) -> None:
-        """Of tied weights over the stages that have a copy; all take part, with a gradient or without."""
+        """Sum the gradients of tied weights over the stages that have a copy; all take part, with a gradient
+        or without."""
         works = []
         for target, group in self._tied.items():
             if group is not None:

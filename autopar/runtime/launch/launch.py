@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autopar.core.user_text import is_file
 from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
@@ -54,8 +55,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 def run_script(
     script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
 ) -> int:
-    """As `start_script`, and return the exit code: 0 all ranks ended well, 4 a rank failed or the time
-    is up, 2 or 3 for what autopar refused there (told on stderr), 130 interrupted."""
+    """Run a script as `start_script` does, and return the exit code.
+
+    0: all ranks ended well, 4: a rank failed or the time is up, 2 or 3: autopar refused something there (told
+    on stderr), 130: interrupted.
+    """
     try:
         start_script(script, num_processes, arguments, timeout=timeout)
     except WorkerError as error:
@@ -79,7 +83,7 @@ def start_script(
     `variables` are added to its environment. Raises InputError if there is no such script, WorkerError if
     a rank failed or `timeout` seconds passed, KeyboardInterrupt. Call it from the main thread.
     """
-    if not Path(script).is_file():
+    if not is_file(script):
         raise InputError(
             where="script", found=show_value(script), wanted="a Python file", remedy="check the path"
         )

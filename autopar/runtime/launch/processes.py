@@ -34,7 +34,7 @@ def own_process(rank: int) -> RankProcess:
 
 
 def process_of(pid: int) -> RankProcess:
-    """That of a rank which this process has started."""
+    """The process of a rank which this process has started."""
     rank = "?"
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
+from autopar.trace.user_source import is_tool
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
 LINGER = 1.0  # seconds; ten polls of the launcher, so that a slow one still sees who came first
@@ -161,10 +162,36 @@ class _LastWords(ErrorHandler):
     def record_exception(self, e: BaseException) -> NoReturn:
         path = os.environ[_ERROR_FILE]
         os.environ[_ERROR_FILE] = draft = f"{path}.draft"
+        if isinstance(e, AutoparError) and e.exit_code in REFUSED:
+            _leave_users_frames(e)
         super().record_exception(e)
         os.replace(draft, path)
         time.sleep(LINGER)
         end(e.exit_code if isinstance(e, AutoparError) else 1)
+
+
+def _leave_users_frames(error: AutoparError) -> None:
+    """Cut autopar's and torch's frames out of the tracebacks of a refusal and its causes."""
+    links: BaseException | None = error
+    while links is not None:
+        links.with_traceback(_users(links.__traceback__))
+        links = links.__cause__ or (None if links.__suppress_context__ else links.__context__)
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of what all models run on; its last one if there is no other."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for each in reversed([frame for frame in frames if not _is_tools(frame)] or frames[-1:]):
+        rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return rest
+
+
+def _is_tools(traceback: TracebackType) -> bool:
+    return is_tool(traceback.tb_frame.f_code.co_filename)
 
 
 def run(script: str) -> None:

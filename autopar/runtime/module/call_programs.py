@@ -132,7 +132,7 @@ class CallPrograms:
             program.untie()
 
     def of(self, tensors: PlacedTensors, agreement: Agreement) -> CallPrograms:
-        """Those of a copy of the module: none yet, but the plans are known."""
+        """The programs of a copy of the module: none yet, but the plans are known."""
         twin = copy.copy(self)
         twin._tensors, twin._agreement = tensors, agreement
         twin.cache, twin._growing, twin._users = ProgramCache(), GrowingCalls(), dict(self._users)
@@ -180,7 +180,8 @@ class CallPrograms:
         program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
         if self.compiles:
             program.compile(tells=self._running.tells)
-        return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
+        guard = Guard(reads, own=self._tensors.tree.root.modules())
+        return Entry(program, guard, reads.left, call.constants, structure=structure)
 
     def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
         if dist.get_world_size() > 1 and not self._running.exact_random:
@@ -228,7 +229,7 @@ class CallPrograms:
                 return None
             program = self._bind(made, self._tensors.check(made), step=step)
             free = bind(made, numbers, tried.origins)
-            guard = Guard(reads, free.slots)
+            guard = Guard(reads, free.slots, own=self._tensors.tree.root.modules())
             if not free.settle(call.constants):
                 return None
             structure = self._structure(made, call)

@@ -58,8 +58,8 @@ def total_norm(
 
 
 def norm_dtype(learning: Iterable[torch.dtype]) -> torch.dtype:
-    """That of the norm over parameters of these dtypes, as torch promotes them: the same on all ranks, also
-    where none of the parameters is."""
+    """The dtype of the norm over parameters of these dtypes, as torch promotes them: the same on all ranks,
+    also where none of the parameters is."""
     reals = [dtype.to_real() for dtype in learning]
     return functools.reduce(torch.promote_types, reals) if reals else torch.get_default_dtype()
 

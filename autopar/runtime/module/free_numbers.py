@@ -63,7 +63,7 @@ class Free:
 
     @property
     def slots(self) -> list[Slot]:
-        """Of the others."""
+        """The slots of the other numbers."""
         return [item.slot for item in self.origins if item.slot is not None]
 
     def settle(self, constants: Sequence[Any]) -> bool:

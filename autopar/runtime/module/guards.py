@@ -6,7 +6,8 @@
     another    equal numbers and texts are taken over, anything else has changed
 
 Lists, tuples and dicts are followed to what they hold, tensors by their version. Children, parameters,
-buffers, hooks and modes of modules are guarded elsewhere: `user_tree`, and the key of a call.
+buffers, hooks and modes of the model's modules are guarded elsewhere: `user_tree`, and the key of a call.
+Those of other modules, such as a loss, are guarded here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -41,6 +42,7 @@ _ELSEWHERE = {
     "_autopar",
     *(name for name in vars(nn.Module()) if "hook" in name),
 }
+_HELD = ("_buffers", "_parameters", "_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,14 @@ class Slot:
 
 
 class Guard:
-    """Holds as long as everything that was `read` is what it is now."""
+    """Holds as long as everything that was `read` is what it is now.
 
-    def __init__(self, reads: Reads, free: Collection[Slot] = ()) -> None:
+    `own` are the modules of the model.
+    """
+
+    def __init__(self, reads: Reads, free: Collection[Slot] = (), *, own: Iterable[nn.Module] = ()) -> None:
         self._reads, self._decisions = reads, tuple(reads.decisions)
+        self._own_states = {id(vars(module)) for module in own}
         self._slots: list[Slot | None] = []  # of every object that is expected
         self._getters: list[Callable[[Any], Any]] = []
         self._places: list[Any] = []
@@ -176,10 +182,23 @@ class Guard:
             held = [name for name in dict.fromkeys(names) if name in state and name != ALL]
             self._add(state, _items(held), [f"{shown}.{name}" for name in held], held)
             names = [name for name in names if name not in state]
+            if issubclass(owner.kind, nn.Module) and id(state) not in self._own_states:
+                self._own_of_others(owner, state, shown)
             if names:
                 self._size(state, frozenset(names), shown)
         for name in names:
             self._class_attribute(owner, name)
+
+    def _own_of_others(self, owner: Owner, state: dict[str, Any], shown: str) -> None:
+        """What a module outside of the model has of its own: its mode, buffers, parameters, children."""
+        if "training" in owner.names:
+            self._add(state, _items(["training"]), [f"{shown}.training"])
+        for kind in _HELD:
+            every = kind in owner.names or ALL in owner.names  # as a container reads its children
+            held = [name for name in state.get(kind, ()) if every or name in owner.names]
+            self._add(state[kind], _items(held), [f"{shown}.{name}" for name in held])
+            if every:
+                self._size(state[kind], frozenset((ALL,)), f"{shown}.{kind}")
 
     def _size(self, place: Any, absent: frozenset[str], shown: str) -> None:
         self._sized.append(place)

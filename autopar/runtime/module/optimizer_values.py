@@ -164,7 +164,7 @@ def _of_other_shape(value: Tensor, template: Tensor | None, subject: Subject) ->
 
 
 def value_placements(ndim: int) -> tuple[Replicate, ...]:
-    """Those of a tensor that every rank has whole."""
+    """The placements of a tensor that every rank has whole."""
     return (Replicate(),) * ndim
 
 

@@ -125,7 +125,7 @@ def take_over(
 
 
 def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
-    """Those alive that hold some of these parameters."""
+    """The optimizers alive that hold some of these parameters."""
     alive = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     return [
         item

@@ -186,8 +186,11 @@ class ParallelModule(nn.Module):
         yield from super()._named_members(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this rank. On a pipeline rank where none learns one more comes, without a name and without
-        elements: no optimizer takes an empty list."""
+        """The parameters of this rank.
+
+        On a pipeline rank where none requires gradients one more comes, without a name and without elements:
+        no optimizer takes an empty list.
+        """
         requires_grad = False
         for item in super().parameters(recurse):
             requires_grad = requires_grad or item.requires_grad
@@ -197,14 +200,14 @@ class ParallelModule(nn.Module):
             yield item
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
+        """Return nn.Module's state dict, with serial names and full tensors on all ranks; a collective."""
         self._autopar.tensors.require_placed()
         with self._autopar.tensors.gathering("state_dict"):
             state = super().state_dict(*args, **kwargs)
         return self._autopar.tree.in_order(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's, from full tensors, of which every rank copies its part in place."""
+        """Load nn.Module's state dict of full tensors, of which every rank copies its part in place."""
         self._autopar.tensors.require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
 

@@ -108,7 +108,7 @@ class PlacedTensors:
         self.tree.retire()
         numbers = any(not item.spec.shape for item in self._parts.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
-        take_plain_tensors(self, mesh, self._obstacle())
+        take_plain_tensors(self, mesh, self._obstacle(), in_blocks=self._is_in_blocks())
         self._look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
@@ -130,9 +130,13 @@ class PlacedTensors:
         """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
         if self._of_samples:
             return "of this rank's samples"
-        layouts = [placement for item in self._parts.values() for placement in item.layout]
-        blocks = any(isinstance(placement, Shard) and placement.atom for placement in layouts)
+        blocks = self._is_in_blocks()
         return "whose rows lie in another order than that of weights in blocks" if blocks else ""
+
+    def _is_in_blocks(self) -> bool:
+        """Whether a weight is stored block by block."""
+        layouts = [placement for item in self._parts.values() for placement in item.layout]
+        return any(isinstance(placement, Shard) and placement.atom for placement in layouts)
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -157,8 +161,12 @@ class PlacedTensors:
             return mine, stored
         mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
-            outer = distribute(part, mine, self._mesh[1])
-            return nn.Parameter(outer, requires_grad=full.requires_grad), stored
+            outer = nn.Parameter(distribute(part, mine, self._mesh[1]), requires_grad=full.requires_grad)
+            if full.grad is not None and not full.is_meta:  # of steps before parallelize
+                gradient = part.part.take(full.grad.detach()).to(self._device)
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+                outer.grad = distribute(part, gradient, self._mesh[1])
+            return outer, stored
         return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
 
     def _values(self, full: Tensor) -> Tensor:
@@ -213,7 +221,7 @@ class PlacedTensors:
         if self._held is not None:
             twin._held = RankStates(self._device)
         if self._mesh is not None:
-            take_plain_tensors(twin, self._mesh[1], self._obstacle())
+            take_plain_tensors(twin, self._mesh[1], self._obstacle(), in_blocks=self._is_in_blocks())
             twin._look_at_steps(self._mesh[1])
         return twin
 

@@ -55,7 +55,7 @@ class ProgramCache(Generic[P]):
         return (entry.program for entries in self._kinds.values() for entry in entries)
 
     def fixed(self) -> Iterator[P]:
-        """Those without numbers that are others at each call."""
+        """The programs without numbers that differ from call to call."""
         return (entry.program for entries in self._kinds.values() for entry in entries if entry.free is None)
 
     def plans(self) -> Iterator[tuple[Key, P]]:
@@ -63,11 +63,12 @@ class ProgramCache(Generic[P]):
         return ((key, entry.program) for key, entries in self._kinds.items() for entry in entries)
 
     def of(self, key: Key) -> list[Entry[P]]:
-        """Those of one kind of call."""
+        """The programs of one kind of call."""
         return self._kinds.get(key, [])
 
     def like(self, key: Key) -> list[Entry[P]]:
-        """Those of this kind of call and of others that differ in the first part of their key alone."""
+        """The programs of this kind of call and of others that differ in the first part of their key
+        alone."""
         return [entry for kind, entries in self._kinds.items() if kind[1:] == key[1:] for entry in entries]
 
     def find(self, key: Key, call: Arguments) -> Entry[P] | None:

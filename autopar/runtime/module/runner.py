@@ -199,7 +199,7 @@ class Runner:
         return entry.program
 
     def _buffer(self, name: str) -> Tensor:
-        """The whole of a buffer, on every rank; a collective."""
+        """Gather the whole of a buffer, on every rank; a collective."""
         held: Mapping[str, Tensor] = dict(self.tree.root.named_buffers())
         return self.tensors.gather(name, held.get(name))
 
@@ -259,8 +259,10 @@ class Runner:
         *,
         learn: bool,
     ) -> Tensor:
-        """One micro-batch after the other; a longer one's program may not fit the shorter. With exact
-        masks each is drawn from the step's seed and its number, as in stages."""
+        """Run one micro-batch after the other; a longer one's program may not fit the shorter.
+
+        With exact masks each is drawn from the step's seed and its number, as in stages.
+        """
         seed = torch.initial_seed()
         shorter = first
         if batch[-1].share < batch[0].share:
@@ -392,7 +394,7 @@ class Runner:
         self._programs.untie()
 
     def describe(self) -> str:
-        """The plan, and this rank's program."""
+        """Describe the plan, and this rank's program."""
         if self._current is None:
             return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
         return self._describe(self._current.executable)

@@ -132,7 +132,7 @@ class Stored:
         return self.cut(gather(local(value).to(self.device), self.serial.chunk, self.key), mesh)
 
     def cut(self, full: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The rank's part of a full tensor, a copy."""
+        """Copy the rank's part of a full tensor."""
         return distribute(self.part, _copy(self.part.part.take(full.detach())).to(self.device), mesh)
 
 

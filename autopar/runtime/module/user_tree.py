@@ -133,7 +133,7 @@ class UserTree:
         return [old for _, reference in self._old if (old := reference()) is not None]
 
     def of(self, twin: nn.Module) -> UserTree:
-        """The tree of a copy of the root."""
+        """Make the tree of a copy of the root."""
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
         tree.version, tree.nothing = self.version, self.nothing
@@ -362,7 +362,7 @@ def _keeps_values(tensor: Tensor | None) -> bool:
 
 
 def placed_trees() -> list[UserTree]:
-    """Those alive whose tensors are placed."""
+    """The trees alive whose tensors are placed."""
     return sorted(_trees, key=operator.attrgetter("number"))
 
 
@@ -448,7 +448,7 @@ def _few(names: list[str]) -> str:
 
 
 def _without_memory(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors like these without memory, tied ones one."""
+    """Make tensors like these without memory, tied ones one."""
     made: dict[int, Tensor] = {}
     for tensor in full.values():
         if id(tensor) not in made:

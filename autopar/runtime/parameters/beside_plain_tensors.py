@@ -4,6 +4,8 @@
     weight.data = start          the same (assigned_tensors.py)
     weight.numpy(), .tolist()    refused: a part is no whole array
     f"{weight.mean():.3f}"       the number, read whole
+    weight[0] = 0.1              written_parts.py
+    weight.normal_()             whole_operators.py
 
 torch refuses plain tensors beside DTensors. They are right where a DTensor's rows lie in serial order. Then
 each becomes a replicated DTensor, so that backward knows it as one and gives it a plain, whole gradient.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
 from autopar.runtime.parameters.assigned_tensors import assign, assigned
+from autopar.runtime.parameters.whole_operators import compute_wholly
+from autopar.runtime.parameters.written_parts import (
+    COMPOSED,
+    concerns,
+    follow,
+    write_at,
+    write_wholly,
+    writes_to_part,
+)
 from autopar.trace.user_source import calling_line
 
 _REMEDY = (
@@ -29,12 +41,31 @@ _REMEDY = (
     "`with autopar.full(parallel) as model:`"
 )
 _PLAIN = (Tensor, nn.Parameter)
-_known: list[tuple[weakref.ref[object], DeviceMesh, str]] = []  # owners, their meshes and obstacles
 
 
-def take_plain_tensors(owner: object, mesh: DeviceMesh, obstacle: str = "") -> None:
-    """While `owner` lives, operators of DTensors on `mesh` take plain tensors, or say an `obstacle`."""
-    _known[:] = [item for item in _known if item[0]() is not None] + [(weakref.ref(owner), mesh, obstacle)]
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A mesh of ours while its owner lives, why plain tensors don't fit, whether weights are in blocks."""
+
+    owner: weakref.ref[object]
+    mesh: DeviceMesh
+    obstacle: str
+    in_blocks: bool
+
+
+_known: list[_Known] = []
+
+
+def take_plain_tensors(
+    owner: object, mesh: DeviceMesh, obstacle: str = "", *, in_blocks: bool = False
+) -> None:
+    """While `owner` lives, operators of DTensors on `mesh` take plain tensors, or say an `obstacle`.
+
+    `in_blocks` says that rows of some lie in another order than serially.
+    """
+    known = _Known(weakref.ref(owner), mesh, obstacle, in_blocks)
+    _known[:] = [item for item in _known if item.owner() is not None] + [known]
+    compute_wholly(_is_ours)
     if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
         setattr(DTensor, "__torch_function__", classmethod(_torch_function))  # noqa: B010
     methods = {"numpy": _no_array("numpy"), "tolist": _no_array("tolist"), "__format__": _format}
@@ -48,21 +79,44 @@ def _torch_function(
 ) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
-            return _property(function, args)
-        plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
-        if not plain:
-            return function(*args, **kwargs)
-        sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
-        mesh = next((item.device_mesh for item in sharded), None)
-        obstacles = [] if mesh is None else _obstacles(mesh)
-        if mesh is None or not obstacles:
-            return function(*args, **kwargs)
-        _check(function.__name__, plain, obstacles)
-        whole = _replicated(args, mesh), _replicated(kwargs, mesh)
-        result = function(*whole[0], **whole[1])
-        is_in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
-        return args[0] if is_in_place and args and type(args[0]) in _PLAIN else result
+        owner = kwargs.get("out")
+        if isinstance(owner, DTensor) and _obstacles(owner.device_mesh):
+            given = {name: value for name, value in kwargs.items() if name != "out"}
+            return _torch_function(_cls, Tensor.copy_, (), (owner, _computed(function, args, given)))
+        owner = args[0] if args else None
+        if (
+            not isinstance(owner, DTensor)
+            or not concerns(function, owner)
+            or not _obstacles(owner.device_mesh)
+        ):
+            return _computed(function, args, kwargs)
+        if writes_to_part(function, owner):
+            _check_parts(function.__name__, owner.device_mesh, args)
+        if function.__name__ == "__setitem__":
+            return write_at(*args)
+        if function.__name__ in COMPOSED:
+            return write_wholly(function, owner, args[1:], kwargs)
+        result = _computed(function, args, kwargs)
+        follow(function, args, kwargs, result)
+        return result
+
+
+def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
+        return _property(function, args)
+    plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
+    if not plain:
+        return function(*args, **kwargs)
+    sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
+    mesh = next((item.device_mesh for item in sharded), None)
+    obstacles = [] if mesh is None else _obstacles(mesh)
+    if mesh is None or not obstacles:
+        return function(*args, **kwargs)
+    _check(function.__name__, plain, obstacles)
+    whole = _replicated(args, mesh), _replicated(kwargs, mesh)
+    result = function(*whole[0], **whole[1])
+    is_in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
+    return args[0] if is_in_place and args and type(args[0]) in _PLAIN else result
 
 
 def _property(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -105,7 +159,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:
-    """Arguments with DTensors in the place of plain tensors, in the same memory."""
+    """Put DTensors in the place of plain tensors, in the same memory."""
     match value:
         case list() | tuple():
             return type(value)([_replicated(item, mesh) for item in value])
@@ -118,7 +172,31 @@ def _replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 def _obstacles(mesh: DeviceMesh) -> list[str]:
     """What stands against plain tensors beside those of each module on such a mesh; none for other meshes."""
-    return [obstacle for owner, known, obstacle in _known if known == mesh and owner() is not None]
+    return [item.obstacle for item in _known if item.mesh == mesh and item.owner() is not None]
+
+
+def _is_ours(name: str, mesh: DeviceMesh, *, by_rows: bool) -> bool:
+    """Whether a mesh is one of ours; raises InputError for an operator `by_rows` in another order."""
+    ours = [item for item in _known if item.mesh == mesh and item.owner() is not None]
+    if by_rows and any(item.in_blocks for item in ours):
+        raise _refused(
+            f"{name}, which writes to rows of a parameter or gradient that may be stored in blocks",
+            "operators of elements, sums and norms",
+        )
+    return bool(ours)
+
+
+def _check_parts(name: str, mesh: DeviceMesh, args: tuple[Any, ...]) -> None:
+    """Raise InputError for a write to a part whose rows, or whose plain values, lie otherwise."""
+    _is_ours(name, mesh, by_rows=True)
+    if name != "__setitem__" and torch.is_grad_enabled() and args[0].requires_grad:
+        raise InputError(
+            where=calling_line(),
+            found=f"{name} of a part of a sharded tensor with a gradient",
+            wanted="writes by an index where gradients flow, or under torch.no_grad()",
+            remedy="write w[rows] = value, or torch.where(mask, value, w)",
+        )
+    _check(name, [item for item in _tensors(args) if _is_plain(item)], _obstacles(mesh))
 
 
 def _refused(found: str, wanted: str) -> InputError:

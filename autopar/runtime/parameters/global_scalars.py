@@ -110,6 +110,8 @@ def _install() -> None:
     for operator in _READING:
         handlers.setdefault(operator, _local_scalar)
     handlers.setdefault(aten.allclose.default, _allclose)
+    if aten.as_strided.default in handlers:
+        handlers[aten.as_strided.default] = _refusing(handlers[aten.as_strided.default])
     strategies: dict[Any, Any] = dispatcher.sharding_propagator.op_strategy_funcs
     for operator in (*_OF_SOMETHING, *_LINEAR):
         if operator in strategies and not hasattr(strategies[operator], "_guarded"):
@@ -152,12 +154,12 @@ def _local_scalar(operator: Any, args: tuple[Any, ...], _kwargs: Mapping[str, An
 
 
 def _allclose(_operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """As torch composes it of plain tensors; of DTensors it knows no way."""
+    """Compute allclose as torch composes it of plain tensors; of DTensors it knows no way."""
     return bool(torch.isclose(*args, **kwargs).all().item())
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    """One axis after the other: torch warns of several at once."""
+    """Gather one axis after the other: torch warns of several at once."""
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):
         placements[axis] = Replicate()
@@ -166,7 +168,8 @@ def _whole(tensor: DTensor) -> DTensor:
 
 
 def _is_among(mesh: DeviceMesh, meshes: Iterable[weakref.ref[DeviceMesh]]) -> bool:
-    """By equality: what operators return is laid on the mesh of the first like it."""
+    """Whether a mesh equals one of `meshes`: what operators return is laid on the mesh of the first like
+    it."""
     return any(known() == mesh for known in meshes)
 
 
@@ -195,6 +198,24 @@ def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
             return propagate(operator, args, *rest, **named)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             if any(_is_among(spec.mesh, _meshes + _staged) for spec in specs):
+                raise _cannot_split(operator, error) from error
+            raise
+
+    guarded._guarded = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses by name what torch's own handler doesn't know how to do."""
+    if hasattr(handler, "_guarded"):
+        return handler
+
+    @functools.wraps(handler)
+    def guarded(operator: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return handler(operator, args, kwargs)
+        except RuntimeError as error:
+            if _is_among(args[0].device_mesh, _meshes + _staged):
                 raise _cannot_split(operator, error) from error
             raise
 
@@ -260,7 +281,7 @@ def _made_whole(argument: Any) -> Any:
 
 
 def _has_empty_part(spec: DTensorSpec) -> bool:
-    """Of chunks of chunks the last is the least."""
+    """Whether some part is empty: of chunks of chunks the last is the least."""
     least = list(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):

@@ -62,10 +62,10 @@ class Bucket:
 
 
 def assign(members: Sequence[Member], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets in launch order: large members alone, the others together in buckets of at least
-    `bucket_bytes` (the last of each kind may be smaller).
+    """Put members into buckets in launch order: large ones alone, the others together.
 
-    `members` come in the order in which their gradients are expected.
+    Buckets have at least `bucket_bytes` (the last of each kind may be smaller). `members` come in the order
+    in which their gradients are expected.
     """
     open_: dict[tuple[str, torch.dtype, torch.dtype | None], list[Member]] = {}
     buckets: list[Bucket] = []

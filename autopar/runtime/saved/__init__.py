@@ -1,4 +1,4 @@
-"""Changes what autograd keeps for backward, so that a step needs less memory.
+"""Changes what autograd saves for backward, so that a step needs less memory.
 
 recompute        recomputed instead of kept
 offload          kept in the host's memory

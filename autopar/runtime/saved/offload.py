@@ -157,7 +157,7 @@ class Offloading:
             self.let_go()
 
     def finish(self) -> None:
-        """At the end of forward: all that was to leave has left."""
+        """Wait at the end of forward until all that was to leave has left."""
         while self.leaving:
             self.let_go()
         self.offloaded.clear()

@@ -153,12 +153,12 @@ class Early:
         self._last, self._task = -1, -1
 
     def pack(self, item: Anew) -> Anew:
-        """The item with its number."""
+        """Number an item."""
         self._items.append(item.whole)
         return replace(item, early=self, number=len(self._items) - 1)
 
     def full(self, number: int) -> Tensor:
-        """The tensor with this number; the next one begins to come."""
+        """Get the tensor with this number; the next one begins to come."""
         wait = self._started.pop(number, None)
         while self._started:  # backward took another way: these are over, and of no use
             self._started.popitem()[1]()

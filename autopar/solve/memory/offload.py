@@ -115,7 +115,7 @@ def moving_in_stages(
 
 
 def fewest(found: Fitted, cap: int) -> Fitted:
-    """The same with as few tensors offloaded, the largest, as still fit."""
+    """Offload as few tensors, the largest, as still fit."""
     items = sorted(offloaded(found.priced), key=lambda item: -item.nbytes)
     low, high = 0, len(items)
     while high - low > 1:
@@ -129,7 +129,7 @@ def fewest(found: Fitted, cap: int) -> Fitted:
 
 
 def _hidden(items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable]:
-    """As many of `items`, which begin with the largest, as neither forward nor backward waits for."""
+    """The most of `items`, largest first, whose copies neither forward nor backward waits for."""
     link, chosen = room.prices.cluster.host, list[Movable]()
     if link is None:
         return chosen

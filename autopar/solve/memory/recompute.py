@@ -187,7 +187,8 @@ class _Fitting:
         return self.known[parts]
 
     def without_idle(self, found: Fitted, table: Savings, cap: int) -> Fitted:
-        """The same with as few parts as still fit: as many as can be of the dearest go, then single ones."""
+        """Leave out parts as long as the rest still fit: as many as can be of the dearest, then single
+        ones."""
 
         def left(parts: Sequence[Segment]) -> Fitted:
             ordered = tuple(sorted(parts))

@@ -1,4 +1,5 @@
-"""What else would give memory where no plan meets the cap, and what the leanest placement would then need."""
+"""What else would give memory where no plan meets the cap, and what the leanest assignment would then
+need."""
 
 from __future__ import annotations
 

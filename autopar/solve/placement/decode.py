@@ -50,7 +50,7 @@ def is_whole(problem: Problem, answer: SolverAnswer) -> bool:
 
 
 def read(problem: Problem, answer: SolverAnswer) -> Program:
-    """The plan that the solver's values spell."""
+    """Read the program from the solver's values."""
     assert answer.values is not None
     values = answer.values
     strategies = {
@@ -142,7 +142,7 @@ def _moves_of(
     *,
     around: bool = False,
 ) -> tuple[Move, ...]:
-    """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
+    """Choose the cheaper of what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
     source, needs = ends(problem, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
@@ -255,7 +255,7 @@ def ends(
 
 
 def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, ...] | None:
-    """Of the moves that carry flow those on paths from `source` to the needs; None if some is cut off."""
+    """The moves with flow that lie on paths from `source` to the needs; None if some need is cut off."""
     via: dict[Layout, Move] = {}
     waiting, seen = [source], {source}
     while waiting:
@@ -265,11 +265,11 @@ def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, 
                 seen.add(move.target)
                 via[move.target] = move
                 waiting.append(move.target)
-    kept: dict[Layout, Move] = {}
+    taken: dict[Layout, Move] = {}
     for need in needs:
         while need != source:
             if need not in via:
                 return None
-            kept[need] = via[need]
+            taken[need] = via[need]
             need = via[need].source
-    return tuple(move for move in via.values() if move in kept.values())
+    return tuple(move for move in via.values() if move in taken.values())

@@ -40,7 +40,7 @@ class FlowRows:
             self.amounts.append(amount)
 
     def carry(self, sources: Numbers, targets: Numbers, phase: Hashable, variables: Numbers) -> None:
-        """Flow out of `sources` and into `targets`."""
+        """Add flow out of `sources` and into `targets`."""
         offset = self.offset(phase)
         self.arrays += [(sources + offset, variables, -1.0), (targets + offset, variables, 1.0)]
 

@@ -1,6 +1,6 @@
 """Plans that differ from one that is known by a single choice, where memory is scarce.
 
-The linear program knows what is kept until backward, not what is there for a moment, and parts that are
+The linear program knows what is saved for backward, not what is there for a moment, and parts that are
 recomputed only roughly. So the plan that it likes best may not be the best that fits, but near it:
 
     one operator class, or an input, or an output, is split another way      conversions follow (decode.py)
@@ -110,7 +110,7 @@ class _PlacementDescent:
         return better
 
     def fitted_anew(self) -> bool:
-        """The same, with parts, and what is moved to the host, that are fitted to each plan."""
+        """Whether a change was better, with recomputed parts and offloaded tensors fitted to each plan."""
         if self.recompute is not Recompute.AUTO and self.offload is not Offload.AUTO:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):

@@ -1,8 +1,8 @@
-"""Placements where bytes have a price: the frontier of seconds and bytes.
+"""Assignments where bytes have a price: the frontier of seconds and bytes.
 
     bytes ^ x D
-          | |              least seconds + price * bytes of all placements, one line for each price;
-          |  `._   x       all placements x lie above them, those at the corners are worth having
+          | |              least seconds + price * bytes of all assignments, one line for each price;
+          |  `._   x       all assignments x lie above them, those at the corners are worth having
           |     `--x
           +-------------->  seconds
 
@@ -40,7 +40,7 @@ APART = 1e-4  # of the seconds: nearer corners are one
 
 @dataclass(slots=True)
 class Priced:
-    """The placement program whose bytes may have any price; with `relaxed` for a bound on all placements, in
+    """The placement program whose bytes may have any price; with `relaxed` for a bound on all assignments, in
     which with `recomputes` operators may be recomputed where that is cheaper."""
 
     graph: Graph
@@ -76,7 +76,7 @@ class Priced:
         self.relaxation = Relaxation(problem.lp)
 
     def least(self, memory_price: MemoryPrice) -> float:
-        """Seconds that no placement takes less than, its bytes by their prices among them."""
+        """Seconds that no assignment takes less than, its bytes by their prices among them."""
         return self.solve(memory_price)[0]
 
     def solve(self, memory_price: MemoryPrice) -> tuple[float, tuple[float, ...]]:
@@ -85,7 +85,7 @@ class Priced:
         )
 
     def corners(self, flight: float, most: float) -> Iterator[Program]:
-        """Placements at the frontier of seconds and bytes with `flight` micro-batches on their way. They
+        """Assignments at the frontier of seconds and bytes with `flight` micro-batches on their way. They
         come from the fastest on, as far as they take less than `most` seconds."""
         first = self.corner(0.0, flight)
         last = self.corner(HIGHEST_PRICE * first.seconds / max(1.0, first.nbytes), flight)
@@ -106,7 +106,7 @@ class Priced:
                 yield read(self.problem, corner.answer)
 
     def corner(self, price: float, flight: float) -> _Corner:
-        """The placement that is best if a byte has a price, in seconds."""
+        """The assignment that is best if a byte has a price, in seconds."""
         cost, values = self.solve(MemoryPrice(state=price, saved=price * flight))
         each = np.asarray(values)
         nbytes = float(each @ self.lasting + flight * (each @ self.saved))

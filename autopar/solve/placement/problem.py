@@ -7,7 +7,7 @@ changes of one placement on one axis (convert/moves.py).
 **Variables.** x[v,s] in {0,1}: operator v runs as s; for an input, x[t,p]: how it is kept or passed; for
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
-y[t,p] >= 0: t is kept for backward in layout p.
+y[t,p] >= 0: t is saved for backward in layout p.
 r[v,s] <= x[v,s]: what v makes is recomputed in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
@@ -407,11 +407,11 @@ class Problem:
     def stored(self, name: str, layout: Layout) -> list[Stored]:
         """An input in a layout, with each way of gathering it that could serve: regathered where memory is
         scarce, once only where something else is repeated."""
-        kept = [(layout, Gathering.KEEP)]
+        plain = [(layout, Gathering.KEEP)]
         if not self.wiring.is_parameter(name) or not self.prices.training:
-            return kept
+            return plain
         if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
-            return kept
+            return plain
         if len(self.space.gatherings) == 1:
             return [(layout, self.space.gatherings[0])]
         serve = {

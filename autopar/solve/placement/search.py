@@ -39,7 +39,7 @@ FEWEST_ROUNDS = 4  # of the deepest programs
 # Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
 BRANCHING = 12 * SECOND
 PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
-MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 MOST_ROUNDS = 2 * MEMORY_ROUNDS + PRICE_STEPS  # what there is to be tried, in programs that aren't deep
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
@@ -194,7 +194,7 @@ class _PlacementSearch:
         return [solution] if solution.peak.nbytes <= cap else []
 
     def priced(self, cap: int) -> list[Solution]:
-        """Placements that fit, of those that are cheapest where memory has a price: the price is bisected
+        """Assignments that fit, of those that are cheapest where memory has a price: the price is bisected
         to where they just do."""
         if not self.rounds:
             return []
@@ -210,7 +210,7 @@ class _PlacementSearch:
             solution = self.solved(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
-            # Without recomputed parts it is the placement that tells whether memory was priced high enough.
+            # Without recomputed parts it is the assignment that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
             low, high = (low, middle) if plain else (middle, high)
         return found
@@ -222,7 +222,7 @@ class _PlacementSearch:
         return before > 0
 
     def without_regather(self, cap: int) -> list[Solution]:
-        """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
+        """Solutions that fit and regather no weight: rows don't see what doing so holds for a moment."""
         other = replace(self, space=self.space.without_regather())
         if other.space is self.space or not self.rounds:
             return []
@@ -305,7 +305,7 @@ class _PlacementSearch:
         bounded: bool = True,
         cutoff: float = math.inf,
     ) -> Solution:
-        """The best plan by the linear rows, under `rows` bytes of memory."""
+        """Solve for the best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, memory_price=memory_price)
         answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
         bound, proves = answer.bound, bounded and memory_price == FREE

@@ -24,7 +24,7 @@ def ways(level: ShardState, *, stored: bool) -> tuple[Gathering, ...]:
 
 
 def most_sharded(layouts: Sequence[Layout]) -> list[Layout]:
-    """Those that none of the others has shards on more axes than, beside its own."""
+    """Layouts with shards on the most axes: no other has shards there and on one more."""
     sharded = {layout: _axes(layout) for layout in layouts}
     return [layout for layout in layouts if not any(sharded[layout] < axes for axes in sharded.values())]
 

@@ -65,6 +65,7 @@ class Kinds:
     over. Any other factor is batch if it reaches the first dim of a user input, else domain. An
     operator without weights goes with its neighbours: by domain if an operator with weights could go
     on so, although a weight may have that dim elsewhere (an image's rows, flattened into a linear layer).
+    A dim along which a weight is but repeated, as a class token is for each sample, is none of its factors.
     """
 
     def __init__(self, graph: Graph, dims: Dims) -> None:
@@ -79,6 +80,7 @@ class Kinds:
         for item in graph.operators:  # what is made of weights only is one too: a transposed one
             if item.operands and self.weights.issuperset(item.operands):
                 self.weights.update(name for name in item.results if name)
+        self.repeated = set(self._repeated(graph))
         self.free: set[Atom] = {
             component
             for item in graph.operators
@@ -87,6 +89,15 @@ class Kinds:
             if option.shards and not self._own(item, option)
             for component in self._components(item, option)
         }
+
+    def _repeated(self, graph: Graph) -> Iterable[Atom]:
+        """Along what weights are expanded, and no weight has a dim of its own."""
+        for item in graph.operators:
+            if item.operands and self.weights.issuperset(item.operands):
+                for option in options_of(item, self.dims):
+                    if not any(isinstance(place, Shard) for place in option.operands):
+                        new = self._components(item, option)
+                        yield from (atom for atom in new if not self.dims.is_weight(atom))
 
     def _reach_edges(self) -> None:
         """Edges of the batch's vertices are of the batch, and so are the vertices to which these lead."""
@@ -113,8 +124,12 @@ class Kinds:
 
     def _own(self, operation: Operator, option: Option) -> bool:
         """Whether a weight of the operator's own has the factor."""
-        pairs = zip(operation.operands, option.operands, strict=True)
-        return any(isinstance(item, Shard) and name in self.weights for name, item in pairs)
+        return any(
+            isinstance(item, Shard)
+            and name in self.weights
+            and self.dims.component(name, item) not in self.repeated
+            for name, item in zip(operation.operands, option.operands, strict=True)
+        )
 
     def _components(self, operation: Operator, option: Option) -> set[Atom]:
         return {self.dims.component(name, item) for name, item in _placed(operation, option)}
@@ -178,7 +193,7 @@ def build_space(
     `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
     input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
     input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
-    A `shard_state` that is forced leaves weights that learn the layouts in most shards.
+    A `shard_state` that is forced leaves weights that require gradients the layouts in most shards.
     """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
@@ -294,7 +309,7 @@ def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
 
 
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
-    """Of strategies with equal placements the cheapest, the only ones that are priced here; partial sums of
+    """The cheapest of strategies with equal placements, the only ones that are priced here; partial sums of
     integers are not offered."""
     specs, training = prices.graph.specs, prices.training
     equal: dict[object, list[Strategy]] = {}
@@ -458,7 +473,7 @@ def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset
 
 
 def _whole_dims(item: GraphInput, dims: Iterable[int]) -> set[Shard]:
-    """Of `dims` those along which a weight can be kept in shards whatever its operators do."""
+    """The dims, of `dims`, along which a weight can be stored in shards whatever its operators do."""
     return {Shard(dim) for dim in dims if dim < len(item.spec.shape)}
 
 

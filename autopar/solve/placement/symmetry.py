@@ -147,7 +147,7 @@ def forget(space: Space, alike: Alike) -> Space:
 
 
 def named(space: Space, problem: Problem, answer: SolverAnswer, alike: Alike) -> Space:
-    """All namings, within `space`, of what the relaxed `answer` chose."""
+    """Collect all namings, within `space`, of what the relaxed `answer` chose."""
     assert answer.values is not None
     values = answer.values
     strategies = {}

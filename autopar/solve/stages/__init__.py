@@ -1,12 +1,13 @@
 """Cuts a placed program into pipeline stages, for the shortest step under a schedule.
 
-step               a placement as a whole training step
+step               an assignment as a whole training step
 cut_costs          what cuts cost, in tables over pairs of places
+memory_levels      the same with less memory for more seconds
 cut_search         the best cut
 rank_bounds        lower bounds on the seconds of cuts
-joint_bound        a lower bound over all placements and cuts
-local_search       neighbouring placements, each cut into stages
-mixture            parts of several placements, joined
+joint_bound        a lower bound over all assignments and cuts
+local_search       neighbouring assignments, each cut into stages
+mixture            parts of several assignments, joined
 refine             the last touches
 user_checkpoints   what the model itself recomputes
 """

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +39,6 @@ from autopar.core.timeline import StageCost
 from autopar.cost.interval_table import Row, Table
 from autopar.cost.program.recompute import Shares
 from autopar.cost.stages.intervals import Intervals
-from autopar.cost.stages.split_backward import Halves
 from autopar.schedules.in_flight import (
     endings,
     flight,
@@ -50,86 +49,11 @@ from autopar.schedules.in_flight import (
     stages_of,
 )
 from autopar.schedules.simulate_many import CutCosts, step_seconds
-
-QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
+from autopar.solve.stages.memory_levels import QUANTILES, LevelTables, MixTables, most_crossing
 
 Made = TypeVar("Made")
 Path = NDArray[np.intp]  # [stage + 1]: numbers of places
 Paths = NDArray[np.intp]  # [cut, stage + 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """The levels of a stage: `rich` for a `share` of it at its end, and `lean` before."""
-
-    lean: int
-    rich: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixes:
-    """Of one stage what `Mix` holds, in tables [p, q]."""
-
-    lean: NDArray[np.intp]
-    rich: NDArray[np.intp]
-    share: Table
-
-    @staticmethod
-    def under(cap: float, nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> _Mixes:
-        """From bytes and seconds [level, p, q]; the smallest level where none fits."""
-        fits = nbytes <= cap
-        fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
-        lean = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
-        room, base = cap - _at(nbytes, lean), _at(seconds, lean)
-        beyond = np.where(fits, np.inf, nbytes - cap + room).clip(min=1.0)  # bytes from the leaner level
-        share = (room / beyond).clip(min=0.0)
-        rich = (share * (base - seconds)).argmax(axis=0)
-        gains = _at(share * (base - seconds), rich) > 0
-        return _Mixes(lean, np.where(gains, rich, lean), np.where(gains, _at(share, rich), 0.0))
-
-    def of(self, tables: NDArray[np.float64]) -> Table:
-        """What lies between the two levels of `tables` [level, p, q]."""
-        lean = _at(tables, self.lean)
-        return lean + self.share * (_at(tables, self.rich) - lean)
-
-    def at(self, p: int, q: int) -> Mix:
-        """That of one stage."""
-        return Mix(int(self.lean[p, q]), int(self.rich[p, q]), float(self.share[p, q]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Levels:
-    """The tables [level, p, q] in which levels differ, by name, and those of split backwards."""
-
-    first: Intervals
-    tables: Mapping[str, NDArray[np.float64]]
-    halves: Mapping[str, NDArray[np.float64]]
-
-    @staticmethod
-    def of(first: Intervals, levels: Sequence[Intervals]) -> _Levels:
-        return _Levels(first, _differing(levels), _differing([level.halves for level in levels]))
-
-    def mixed(self, mixes: _Mixes) -> Intervals:
-        """What lies between the levels."""
-        halves = {name: mixes.of(tables) for name, tables in self.halves.items()}
-        tables: dict[str, Any] = {name: mixes.of(tables) for name, tables in self.tables.items()}
-        return replace(self.first, halves=replace(self.first.halves, **halves), **tables)
-
-
-def _differing(levels: Sequence[Intervals] | Sequence[Halves]) -> dict[str, NDArray[np.float64]]:
-    """Of the tables with equal names those that are not the same on all levels, each as one."""
-    named = {each.name: [getattr(level, each.name) for level in levels] for each in fields(levels[0])}
-    return {
-        name: np.stack(tables)
-        for name, tables in named.items()
-        if np.ndim(tables[0]) == 2 and not all(np.array_equal(tables[0], table) for table in tables)
-    }
-
-
-def _at(tables: NDArray[np.float64], level: NDArray[np.intp]) -> Table:
-    found: Table = np.take_along_axis(tables, level[None], axis=0)[0]
-    return found
 
 
 def _each(function: Callable[..., Made], *parts: Sequence[Any]) -> list[Made]:
@@ -142,15 +66,6 @@ def _each(function: Callable[..., Made], *parts: Sequence[Any]) -> list[Made]:
             made[key] = function(*each)
         found.append(made[key])
     return found
-
-
-def _crossed(levels: Sequence[Intervals]) -> Intervals:
-    """The first level, with the most that crosses each cut on any."""
-    rows = ("send", "send_back", "received", "received_back")
-    return replace(
-        levels[0],
-        **{name: np.maximum.reduce([getattr(level, name) for level in levels]) for name in rows},
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +94,7 @@ class CutProblem:
     table: Intervals = field(init=False)  # of the first level, with what crosses cuts at most
     tables: list[Intervals] = field(init=False)  # of each stage what lies between its levels
     lasting: list[Table] = field(init=False)  # bytes that are there all step
-    mixes: list[_Mixes] = field(init=False)
+    mixes: list[MixTables] = field(init=False)
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is recomputed
     holds: list[Holds] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
@@ -191,7 +106,7 @@ class CutProblem:
 
     def __post_init__(self) -> None:
         self.levels = [level.scheduled(self.schedule.kind) for level in self.levels]
-        self.table = table = _crossed(self.levels)
+        self.table = table = most_crossing(self.levels)
         stages = self.schedule.stages
         self.choose_levels()
         self.lasting = [self.always_there(stage, each) for stage, each in enumerate(self.tables)]
@@ -215,15 +130,15 @@ class CutProblem:
         self.mixes, self.tables = [], []
         if len(self.levels) == 1 or self.cap is None:
             zeros = np.zeros_like(self.table.forward)
-            whole = _Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)
+            whole = MixTables(zeros.astype(np.intp), zeros.astype(np.intp), zeros)
             self.mixes, self.tables = [whole] * self.schedule.stages, [self.table] * self.schedule.stages
             return
-        between, count = _Levels.of(self.table, self.levels), self.schedule.micro_batches
+        between, count = LevelTables.of(self.table, self.levels), self.schedule.micro_batches
         seconds = np.stack([count * each.seconds + each.sync + each.update for each in self.levels])
         holds = [self.holds_of(each) for each in self.levels]
         for stage in range(self.schedule.stages):
             nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(self.levels, holds, strict=True)])
-            self.mixes.append(_Mixes.under(self.cap * self.part(stage), nbytes, seconds))
+            self.mixes.append(MixTables.under(self.cap * self.part(stage), nbytes, seconds))
             self.tables.append(between.mixed(self.mixes[-1]))
 
     def busy_with(self, table: Intervals, back: Table) -> Table:
@@ -235,13 +150,13 @@ class CutProblem:
         return busy
 
     def holds_of(self, level: Intervals) -> Holds:
-        """Those of every stage at one level."""
+        """What every stage holds at one level."""
         halves = level.halves
-        kept = self.with_output(level.saved)
-        return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
+        saved = self.with_output(level.saved)
+        return Holds(saved, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
-        """Of a stage the seconds for gradients of inputs with the least that has to be recomputed."""
+        """Seconds of a stage for gradients of inputs, with the least that has to be recomputed."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
         excess = self.with_output(self.table.saved) + (always - cap) / flight(self.schedule, stage)
@@ -267,7 +182,7 @@ class CutProblem:
         return self.late or self.schedule.kind is ScheduleKind.INTERLEAVED
 
     def undercut(self) -> list[Table]:
-        """Q of every stage."""
+        """The bound Q of every stage."""
         table, count = self.table, self.schedule.micro_batches
         hop = np.zeros_like(table.forward)
         forwards = _each(lambda each: each.forward, self.tables)
@@ -287,16 +202,16 @@ class CutProblem:
             rest = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + rest)
             if self.schedule.stages_per_rank == 1:
-                waiting, away = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
-                bounds.append(begun - waiting * forward + away + rest)
+                waiting, later = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
+                bounds.append(begun - waiting * forward + later + rest)
                 bounds.append(
-                    ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + rest
+                    ahead[stage][:, None] + self.two_round_trips(stage, forward, backs[stage], later) + rest
                 )
             found.append(np.maximum.reduce(bounds) + self.allowed[stage])
         return found
 
     def way_back(self, table: Intervals, back: Table) -> Table:
-        """Of a stage the seconds until it sends a gradient back."""
+        """Seconds until a stage sends a gradient back."""
         return back + table.weight_gradient if self.whole else back
 
     def hops(self, row: Row) -> Row:
@@ -304,10 +219,10 @@ class CutProblem:
         where stages may lie on one rank."""
         return np.zeros_like(row) if self.late or self.schedule.kind.is_v else row
 
-    def twice_away(self, rank: int, forward: Table, back: Table, away: Row) -> Table:
+    def two_round_trips(self, rank: int, forward: Table, back: Table, later: Row) -> Table:
         """Seconds from a rank's first action to its last backward, along two micro-batches. The first goes
         to the last stage and back; then come the rank's own actions up to its last forward, and that one's
-        way; 0 if all forwards come first. `away` is what later stages take forward and back."""
+        way; 0 if all forwards come first. `later` is what later stages take forward and back."""
         kinds = [action.kind for action in self.schedule.actions(rank)]
         first = next(index for index, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
         last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)
@@ -317,7 +232,7 @@ class CutProblem:
         between = own[ActionKind.FORWARD] * forward + own[ActionKind.WEIGHT_GRADIENT] * weights
         between = between + own[ActionKind.INPUT_GRADIENT] * back
         between = between + own[ActionKind.BACKWARD] * (back if self.whole else back + weights)
-        found: Table = forward + away + between + away + back
+        found: Table = forward + later + between + later + back
         return found
 
     def heads(self, seconds: Sequence[Table], hop: Row) -> list[Row]:
@@ -354,16 +269,19 @@ class CutProblem:
     # -- memory ---------------------------------------------------------------------------------------
 
     def always_there(self, stage: int, table: Intervals) -> Table:
-        """Of a stage with these tables: its state, on the first of a rank's stages the batch, and outputs
-        that it sent where no gradient comes back to prove their arrival."""
+        """Bytes of a stage that are there all step.
+
+        They are its state, on the first of a rank's stages the batch, and outputs that it sent where no
+        gradient comes back to prove their arrival.
+        """
         schedule, received_back = self.schedule, self.table.received_back
         batch = schedule.micro_batches * table.batch if stage < schedule.ranks else 0.0
         unproved = np.where(received_back == 0, self.table.received, 0.0) * self.is_sent_late(stage)
         return np.triu(table.state + batch + schedule.micro_batches * unproved[None, :], 1)
 
-    def with_output(self, kept: Table) -> Table:
+    def with_output(self, saved: Table) -> Table:
         """What a micro-batch in flight keeps, with what it sent."""
-        return np.triu(kept + self.table.received[None, :], 1)
+        return np.triu(saved + self.table.received[None, :], 1)
 
     def is_sent_late(self, stage: int) -> bool:
         """Whether what a stage sends to the next one leaves at some time, while the rank goes on."""
@@ -377,7 +295,7 @@ class CutProblem:
         return self.bytes_of(stage, self.tables[stage], self.holds[stage])
 
     def bytes_of(self, stage: int, table: Intervals, holds: Holds) -> Table:
-        """The same, had the stage these tables."""
+        """The peak of a rank with one stage alone, had the stage these tables."""
         rank, received_back = self.schedule.rank_of(stage), self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
         peak = np.full_like(holds.saved, -np.inf)
@@ -400,7 +318,7 @@ class CutProblem:
         return holds.early - missing, holds.half_early - missing, holds.working, holds.half
 
     def part(self, stage: int) -> float:
-        """Of what its rank holds when that is most, if all stages were alike."""
+        """A stage's share of what its rank holds when that is most, if all stages were alike."""
         own = stages_of(self.schedule, self.schedule.rank_of(stage))
         each = flights(self.schedule)[self.schedule.rank_of(stage)]
         most = max(map(in_flight, each.all()), key=sum)
@@ -408,21 +326,21 @@ class CutProblem:
         return float(held[own.index(stage)] / sum(held)) if sum(held) else 1 / len(own)
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
-        """Peaks [cut, rank], all stages of a rank together."""
+        """Peak bytes [cut, rank], all stages of a rank together."""
         starts = paths[:, :-1]
         lasting = self.pick(self.lasting, paths)
         missing, summing = (
             self.pick([getattr(table, name) for table in self.tables], paths)
             for name in ("gradients", "summing")
         )
-        kept, held, working, early, half, half_early = (
+        saved, held, working, early, half, half_early = (
             self.pick([getattr(holds, each.name) for holds in self.holds], paths) for each in fields(Holds)
         )
         back = self.table.received_back[starts]
         found = []
         for rank, each in enumerate(flights(self.schedule)):
             own = stages_of(self.schedule, rank)
-            bytes_of_one = np.concatenate([kept[:, own], held[:, own], back[:, own]], axis=1)
+            bytes_of_one = np.concatenate([saved[:, own], held[:, own], back[:, own]], axis=1)
             later = missing[:, own].sum(axis=1)
             besides = (early, later), (half_early, later), (working, 0.0), (half, 0.0)
             peaks = [
@@ -438,7 +356,7 @@ class CutProblem:
         return np.stack(found, axis=1)
 
     def pick(self, tables: Sequence[Table], paths: Paths) -> NDArray[np.float64]:
-        """Of each stage's own table its entry [cut, stage]."""
+        """Read each stage's entry [cut, stage] from its own table."""
         starts, stops = paths[:, :-1], paths[:, 1:]
         if all(table is tables[0] for table in tables):
             return tables[0][starts, stops]

@@ -31,7 +31,8 @@ from autopar.cost.interval_table import Table
 from autopar.cost.program.recompute import Shares
 from autopar.cost.stages.intervals import Intervals
 from autopar.errors import InfeasibleError, InputError
-from autopar.solve.stages.cut_costs import CutProblem, Mix, Path, Paths, bottleneck
+from autopar.solve.stages.cut_costs import CutProblem, Path, Paths, bottleneck
+from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from autopar.units import show_bytes
 
@@ -80,7 +81,7 @@ Worth: TypeAlias = Callable[[Paths, float], NDArray[np.float64]]  # of cuts; any
 
 
 def best(found: Sequence[ScheduledCut]) -> ScheduledCut:
-    """The fastest, with a bound for all of them."""
+    """Choose the fastest cut, with a bound for all of them."""
     fastest, schedule = min(found, key=lambda each: each[0].seconds)
     return replace(fastest, bound=min(each.bound for each, _ in found)), schedule
 
@@ -166,13 +167,13 @@ def _cut(problem: CutProblem, path: Path, seconds: float, bound: float) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class _CutSearch:
-    """For the best cut of a problem; it may begin where a `known` one starts its stages."""
+    """Searches for the best cut of a problem; it may begin where a `known` one starts its stages."""
 
     problem: CutProblem
     known: Sequence[int] | None = None
 
     def solve(self, *, cutoff: float = math.inf) -> Cut:
-        """The best cut; the search ends where it starts if that is far above `cutoff` seconds."""
+        """Find the best cut; the search ends where it starts if that is far above `cutoff` seconds."""
         problem = self.problem
         stages, places = problem.schedule.stages, len(problem.table.places) - 1
         if stages > places:
@@ -199,7 +200,7 @@ class _CutSearch:
         return 2 * self.problem.schedule.stages * self.problem.schedule.micro_batches
 
     def starts(self) -> list[tuple[Path, float]]:
-        """The fastest of some paths that fit."""
+        """The fastest of some paths that fit, to start from."""
         problem = self.problem
         if not math.isfinite(problem.onward[0][0]):
             return []
@@ -224,7 +225,7 @@ class _CutSearch:
         return [(paths[index], float(seconds[index])) for index in few if math.isfinite(seconds[index])]
 
     def unevenness(self, paths: Paths) -> NDArray[np.float64]:
-        """About the seconds of the slowest rank [cut], and far more for bytes above the cap."""
+        """Approximate seconds of the slowest rank [cut], and far more for bytes above the cap."""
         problem = self.problem
         seconds, cap = problem.rank_seconds(paths), problem.cap
         most = seconds.max(axis=1)

@@ -1,9 +1,9 @@
-"""What a step with stages takes at least, whatever its placement and wherever it is cut.
+"""What a step with stages takes at least, whatever its assignment and wherever it is cut.
 
-The fastest placement * of the whole graph is known, or a bound T on its seconds; but as stages a slower one
+The fastest assignment * of the whole graph is known, or a bound T on its seconds; but as stages a slower one
 may be faster, if they are more even. A stage can't be much faster than what * has in its place, though, or *
-would have it too. For the operators [p, q) of any placement x, put what x makes of them between what * makes
-of all others, with conversions at both borders: that is a placement, too, so
+would have it too. For the operators [p, q) of any assignment x, put what x makes of them between what * makes
+of all others, with conversions at both borders: that is an assignment, too, so
 
     *  *  *  *|x  x  x|*  *  *  *        T <= a[0,p] + x[p,q] + a[q,n] + k[p] + k[q]
               p       q
@@ -12,7 +12,7 @@ with a[p,q] the seconds of * as a stage, and k[p] what conversions at p take at 
 
     x[p,q]  >=  c[p,q] = max(T - a[0,p] - a[q,n] - k[p] - k[q], sum of the fastest strategies of [p,q))
 
-Seconds are those that placements are compared by: of a micro-batch, F + B, and w (`step_weight`) times those
+Seconds are those that assignments are compared by: of a micro-batch, F + B, and w (`step_weight`) times those
 of gradient sums and updates, E, of which a stage has at most e[p,q]; t[p,q] = c[p,q] - w e[p,q] bounds F + B
 alone. For a schedule of M micro-batches on K ranks that gives, by the same paths through its actions as in
 cut_costs.py,
@@ -25,7 +25,7 @@ cut_costs.py,
 with F and B those of the fastest strategies. The least largest of these on any path is the bound.
 
 It is for graphs of few operators, of which no cut may be even. Where they are many some cut is about even for
-any placement, and what the bound gives away at every border is more than another placement could gain.
+any assignment, and what the bound gives away at every border is more than another assignment could gain.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each ran
 
 @dataclass(slots=True)
 class ExchangeTables:
-    """The tables above for the fastest placement, `solution`, and its stages, `table`."""
+    """The tables above for the fastest assignment, `solution`, and its stages, `table`."""
 
     graph: Graph
     prices: Prices
@@ -104,11 +104,11 @@ class ExchangeTables:
         self.least = max(total - weight * late[0, -1], fastest[0, -1])
 
     def bound(self, schedules: Iterable[Schedule]) -> float:
-        """Seconds that no step takes less than, under any of the schedules, of any placement and cut."""
+        """Seconds that no step takes less than, under any of the schedules, of any assignment and cut."""
         return min(self.bound_of(schedule) for schedule in schedules)
 
     def bound_of(self, schedule: Schedule) -> float:
-        """The same for one schedule."""
+        """Seconds that no step under one schedule takes less than."""
         count, stages = schedule.micro_batches, schedule.stages
         calls = 3 if schedule.kind in SPLIT_BACKWARD else 2
         calling = calls * float(np.max(self.table.calling))
@@ -173,7 +173,8 @@ class ExchangeTables:
         return found
 
     def dearest(self, name: str) -> float:
-        """As `farthest`; infinite where the space has no conversion."""
+        """Seconds of the dearest conversion, as `farthest` has them; infinite where the space has no
+        conversion."""
         item = self.given.get(name)
         fixed = item is not None and (
             item.mutated or item.kind is InputKind.PARAMETER and not self.space.gatherings
@@ -220,10 +221,10 @@ def _farthest(begin: Flags, stop: Flags, source: Numbers, target: Numbers, secon
     """The most that a shortest way takes from any of `begin` to any of `stop`."""
     most = 0.0
     for start in np.flatnonzero(begin):
-        away = np.full(len(begin), np.inf)
-        away[start], before = 0.0, None
-        while before is None or (away < before).any():
-            before = away.copy()
-            np.minimum.at(away, target, away[source] + seconds)
-        most = max(most, float(away[stop].max()))
+        distances = np.full(len(begin), np.inf)
+        distances[start], before = 0.0, None
+        while before is None or (distances < before).any():
+            before = distances.copy()
+            np.minimum.at(distances, target, distances[source] + seconds)
+        most = max(most, float(distances[stop].max()))
     return most

@@ -1,7 +1,7 @@
-"""Neighbors of a known placement, each cut into stages: the fastest as a whole may not be the fastest cut.
+"""Neighbors of a known assignment, each cut into stages: the fastest as a whole may not be the fastest cut.
 
-    placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
-    placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
+    assignment A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
+    assignment B    41 seconds    |----- 21 -----|---- 20 ----|      faster
 
 A neighbour differs by one choice, or by two where there are few (placement/local_search.py). Cutting takes
 longer than replaying, so only small graphs are searched so, in which stages are uneven: of many operators
@@ -28,12 +28,12 @@ MANY = 300  # nor are fewer than these where it is not
 
 
 def cuts_left(operators: int) -> int:
-    """How many placements of so many operators `improved_step` cuts at most."""
+    """How many assignments of so many operators `improved_step` cuts at most."""
     return EFFORT // operators
 
 
 def is_worthwhile(operators: int, *, scarce: bool) -> bool:
-    """Whether enough placements can be cut, where memory is scarce or where it is not. Where it is scarce,
+    """Whether enough assignments can be cut, where memory is scarce or where it is not. Where it is scarce,
     the fastest may be far from the best."""
     return cuts_left(operators) >= (FEW if scarce else MANY)
 
@@ -46,8 +46,8 @@ def improved_step(
     *,
     deadline: float | None = None,
 ) -> Step | None:
-    """The best step that changes lead to from a placement, of which `known` is the step if it has one; None
-    if there is none. `cut` gives a placement's step or raises InfeasibleError. After `deadline`, by the
+    """The best step that changes lead to from an assignment, of which `known` is the step if it has one; None
+    if there is none. `cut` gives an assignment's step or raises InfeasibleError. After `deadline`, by the
     monotonic clock, nothing is cut any more."""
     descent = _StagedDescent(problem, cut, choices_of(problem, start), known, deadline)
     while descent.steps_down() or descent.steps_down(twice=True):

@@ -1,14 +1,14 @@
-"""Parts of several placements joined to one: each runs some of the operators, and the tensors that cross.
+"""Parts of several assignments joined to one: each runs some of the operators, and the tensors that cross.
 
-    placement A, lean     o o o o o o|                |o o o o
-    placement B, fast                |o o o o o o o o|
+    assignment A, lean     o o o o o o|                |o o o o
+    assignment B, fast                |o o o o o o o o|
                                      seam             seam
 
-Every tensor is made as the placement of its maker says and taken as those of its users say. Its conversions
-are what the users' placements do from there. Where these say nothing, as they make it in another layout, or
+Every tensor is made as the assignment of its maker says and taken as those of its users say. Its conversions
+are what the users' assignments do from there. Where these say nothing, as they make it in another layout, or
 contradict each other, there is no seam, or new conversions join them. The operators that share an input which
-placements keep differently, a tied weight, all follow the first placement, and with them their neighbours as
-far as it takes.
+assignments keep differently, a tied weight, all follow the first assignment, and with them their neighbours
+as far as it takes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.errors import RuleError
 
-Levels = Sequence[int]  # of each operator the number of its placement
-Need = tuple[int, Layout]  # what an operator of a placement takes
+Levels = Sequence[int]  # of each operator the number of its assignment
+Need = tuple[int, Layout]  # what an operator of an assignment takes
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Placements of one graph, of which each operator that isn't `settled` may follow one. With `joins`
-    tensors between operators for which placements have no conversions get new ones."""
+    """Assignments of one graph, of which each operator that isn't `settled` may follow one. With `joins`
+    tensors between operators for which assignments have no conversions get new ones."""
 
     programs: Sequence[Program]
     prices: Prices
@@ -59,7 +59,7 @@ class Mixture:
         object.__setattr__(self, "made_by", made_by)
 
     def program(self, levels: Levels) -> Program | None:
-        """The program in which each operator follows its placement, but for those that are settled; None if
+        """The program in which each operator follows its assignment, but for those that are settled; None if
         there is none."""
         if len(set(levels)) == 1:
             return self.programs[levels[0]]
@@ -90,8 +90,10 @@ class Mixture:
         )
 
     def seams(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Those of `places` at which operators may go over from any placement to any other. The ends of the
-        graph are among them."""
+        """The places, of `places`, at which operators may turn from any assignment to any other.
+
+        The ends of the graph are among them.
+        """
         crossing = self.crossing(places)
         ways = [each for each in product(range(len(self.programs)), repeat=2) if each[0] != each[1]]
 
@@ -105,18 +107,18 @@ class Mixture:
         return tuple(place for place in places if is_seam(place))
 
     def turning(self, place: int, before: int, behind: int) -> list[int]:
-        """The levels if operators turn from one to another at a place."""
+        """The levels if operators turn from one assignment to another at a place."""
         return [before] * place + [behind] * (len(self.graph.operators) - place)
 
     def settle(self, levels: Levels) -> Levels:
-        """The levels but for operators that follow the first placement anyhow."""
+        """Copy the levels with 0, the first assignment, where operators follow that anyhow."""
         if not self.settled:
             return levels
         return [0 if place in self.settled else level for place, level in enumerate(levels)]
 
     @cached_property
     def settled(self) -> frozenset[int]:
-        """The operators, by number, that follow the first placement."""
+        """The operators, by number, that follow the first assignment."""
         found: set[int] = set()
         others = range(1, len(self.programs))
         for item in self.graph.inputs:
@@ -134,10 +136,10 @@ class Mixture:
             ]
             for name in dict.fromkeys((*operator.operands, *filter(None, operator.results))):
                 if not all(self.holds(name, levels) for levels in mixed):
-                    near = {user for user, _ in self.users[name]}
-                    near.update([self.made_by[name][0]] if name in self.made_by else [])
-                    waiting += sorted(near - found)
-                    found |= near
+                    neighbors = {user for user, _ in self.users[name]}
+                    neighbors.update([self.made_by[name][0]] if name in self.made_by else [])
+                    waiting += sorted(neighbors - found)
+                    found |= neighbors
         return frozenset(found)
 
     def holds(self, name: str, levels: Levels) -> bool:
@@ -171,7 +173,7 @@ class Mixture:
         return self.moves(name, source, level, self.needs(name, levels))
 
     def given(self, name: str, levels: Levels) -> tuple[Layout, tuple[Move, ...], Gathering] | None:
-        """How an input is stored, with its conversions: as the placement of one of its users has it."""
+        """How an input is stored, with its conversions: as the assignment of one of its users has it."""
         needs = self.needs(name, levels)
         for level in dict.fromkeys([level for level, _ in needs] or [levels[-1]]):
             layout = self.programs[level].inputs[name]
@@ -181,7 +183,7 @@ class Mixture:
         return None
 
     def needs(self, name: str, levels: Levels) -> list[Need]:
-        """The layouts in which a tensor is taken, each with the placement that says so."""
+        """The layouts in which a tensor is taken, each with the assignment that says so."""
         found = []
         for place, position in self.users[name]:
             options = self.programs[levels[place]].strategies[self.graph.operators[place].name]
@@ -198,7 +200,7 @@ class Mixture:
         return list(dict.fromkeys(found))
 
     def moves(self, name: str, source: Layout, maker: int, needs: Iterable[Need]) -> tuple[Move, ...] | None:
-        """A tree of conversions from `source` to all that is needed; None if placements have no such."""
+        """A tree of conversions from `source` to all that is needed; None if assignments have no such."""
         needs = list(needs)
         found = self.known_moves(name, source, maker, needs)
         if found is None and self.joins and name in self.made_by:
@@ -208,7 +210,7 @@ class Mixture:
     def known_moves(
         self, name: str, source: Layout, maker: int, needs: Iterable[Need]
     ) -> tuple[Move, ...] | None:
-        """Those that placements have, the users' or the maker's."""
+        """Conversions that assignments have, the users' or the maker's."""
         chosen: dict[Layout, Move] = {}
         for level, need in needs:
             ways = (self.way(name, source, need, each) for each in (level, maker))
@@ -221,7 +223,7 @@ class Mixture:
         return tuple(chosen.values())
 
     def new_moves(self, name: str, source: Layout, needs: Sequence[Layout]) -> tuple[Move, ...] | None:
-        """The cheapest ones."""
+        """Find the cheapest conversions from `source` to the needs."""
         try:
             return tree(
                 source,
@@ -234,7 +236,7 @@ class Mixture:
             return None
 
     def way(self, name: str, source: Layout, need: Layout, level: int) -> list[Move] | None:
-        """The conversions by which a placement leads from one layout to another."""
+        """The conversions by which an assignment leads from one layout to another."""
         into = {move.target: move for move in self.programs[level].moves.get(name, ())}
         found: list[Move] = []
         while need != source:

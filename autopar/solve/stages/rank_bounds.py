@@ -23,7 +23,7 @@ so for each price, seconds per byte,
     L  >=  h + M t + updates + price (state + c kept) - price cap
 
 with c the micro-batches that a stage keeps at the moment when the rank keeps most. What a stage takes with
-its bytes at these prices is at least its part of what all operators together take so on any placement
+its bytes at these prices is at least its part of what all operators together take so on any assignment
 (memory_frontier.py): that is more than its part of their seconds alone.
 
 **Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
@@ -65,7 +65,7 @@ KNOTS = (
 @dataclass(frozen=True, slots=True)
 class Scarcity:
     """What makes stages dearer under a `cap` of bytes per device: `least` are seconds of a micro-batch and
-    priced bytes that no placement takes less than, `free` where bytes cost nothing; `prices` of a byte, in
+    priced bytes that no assignment takes less than, `free` where bytes cost nothing; `prices` of a byte, in
     seconds of a step, are those that are tried."""
 
     cap: float
@@ -152,7 +152,7 @@ class _Rank:
 
 
 def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
-    """Of each rank what holds without a price, and for each price."""
+    """What holds for each rank without a price, and for each price."""
     schedule, update = problem.schedule, problem.table.update
     pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
     saved = [_saved_counts(schedule, rank) for rank in range(schedule.ranks)]
@@ -180,7 +180,7 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
 
 
 def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
-    """For no price and for each one: what all bytes of the cap are worth, and how much dearer stages are."""
+    """What all bytes of the cap are worth, and how much dearer stages are, without a price and for each."""
     schedule = problem.schedule
     counts = sorted({count for rank in range(schedule.ranks) for count in _saved_counts(schedule, rank)})
     yield 0.0, dict.fromkeys(counts, 1.0)

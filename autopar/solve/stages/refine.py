@@ -2,11 +2,11 @@
 
     shifted   stages begin at any operator around where they begin now
     filled    ranks that wait make gradients of weights meanwhile (fill_bubbles.py)
-    mixed     operators follow faster placements as far as there is memory (mixture.py)
+    mixed     operators follow faster assignments as far as there is memory (mixture.py)
 
 The bound is on cuts at all places that were looked at, as close as is known. It holds for any order of W:
 what it knows of schedules is what must come before a rank's work and after it. Memory has its part in it by
-what `scarcity` says of all placements.
+what `scarcity` says of all assignments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.solve.stages.step import Parting, Step, levels, share_of, staged, s
 
 MOST_NEIGHBORS = 360  # places around those of a cut
 RECUTS = 2
-SETTLED = 0.3  # of all operators: if more can't follow other placements, new conversions join them
+SETTLED = 0.3  # of all operators: if more can't follow other assignments, new conversions join them
 WORTHWHILE = 2e-3  # of a step's seconds
 
 
@@ -49,8 +49,8 @@ class _Sought:
 
 @dataclass(slots=True)
 class Refinement:
-    """Makes steps of one mesh faster. `schedules` are all that were looked at, `others` placements
-    that are faster and take more memory; `relaxed` are seconds that no placement takes less than. After the
+    """Makes steps of one mesh faster. `schedules` are all that were looked at, `others` assignments
+    that are faster and take more memory; `relaxed` are seconds that no assignment takes less than. After the
     `deadline` nothing more is tried."""
 
     prices: Prices
@@ -81,7 +81,7 @@ class Refinement:
     def bounded(self, step: Step) -> Step:
         """The step with the closest bound that is known, or that is found in time."""
         plain, bounds = step.solution.priced.plain, []
-        scarcity = self.scarcity  # in seconds of the step's placement, of which all take a share
+        scarcity = self.scarcity  # in seconds of the step's assignment, of which all take a share
         if scarcity and step.share:
             scarcity = replace(scarcity, cap=scarcity.cap / step.share)
         for each in self.sought:
@@ -239,7 +239,7 @@ def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]
 
 
 def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
-    """As many places as may be, next to those where stages start."""
+    """The most places that may be, next to those where stages start."""
     inner = starts[1:]
     reach = max(1, (MOST_NEIGHBORS // max(1, len(inner)) - 1) // 2)
     around = {start + by for start in inner for by in range(-reach, reach + 1)}

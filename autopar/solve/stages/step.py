@@ -1,7 +1,7 @@
-"""A placement as a whole training step: its micro-batches, and its stages where there are several.
+"""An assignment as a whole training step: its micro-batches, and its stages where there are several.
 
 One group of ranks does M micro-batches one after the other and then what is done once: M t + E. With
-stages the cut is sought for this one placement (stages.py). Where memory asks for it, stages choose among
+stages the cut is sought for this one assignment (stages.py). Where memory asks for it, stages choose among
 levels: parts are recomputed, and under schedules that don't split backward what hides is moved to the
 host besides.
 """
@@ -27,7 +27,6 @@ from autopar.errors import InfeasibleError
 from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
-from autopar.solve.stages.cut_costs import Mix
 from autopar.solve.stages.cut_search import (
     MOST_PLACES,
     Cut,
@@ -37,6 +36,7 @@ from autopar.solve.stages.cut_search import (
     cuts,
     recomputing_bound,
 )
+from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
@@ -48,11 +48,12 @@ PROBES = 4  # of where in a stage the level changes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of `seconds` with a lower bound: on all cuts for this placement, and on all placements by the
+    """A step of `seconds` with a lower bound: on all cuts for this assignment, and on all assignments by the
     seconds of all stages together. Of these alone the bound is larger by 1 / `share`; if memory had no end
-    the placement would take `free` seconds. Bytes are those of the fullest rank.
+    the assignment would take `free` seconds. Bytes are those of the fullest rank.
 
-    Where operators are few another placement may be cut more evenly: there joint_bound.py bounds the plan."""
+    Where operators are few another assignment may be cut more evenly: there joint_bound.py bounds the
+    plan."""
 
     solution: Solution
     cost: StepCost
@@ -80,7 +81,7 @@ def step_weight(ranks: int, micro_batches: int) -> float:
 
 
 def unstaged(solution: Solution, micro_batches: int) -> Step:
-    """The step without stages."""
+    """Make the step without stages."""
     cost = solution.priced.cost
     return Step(
         solution=solution,
@@ -112,10 +113,10 @@ def staged(
     of `places`, which begin with 0 and end with the number of operators, if they are given; `known` starts
     of stages among them are where it is sought first.
 
-    `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
+    `relaxed` bounds the seconds of all assignments where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be recomputed so that it fits, or tensors moved,
     stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, CutoffError if even
-    without a cap neither this placement nor another takes less than `cutoff` seconds, nor this one than
+    without a cap neither this assignment nor another takes less than `cutoff` seconds, nor this one than
     `limit`: as it is cut here without a cap, or by its bound under the cap.
     """
     priced, graph = solution.priced, solution.priced.graph
@@ -160,7 +161,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Lean:
-    """Cuts of one placement that meet a cap: `table` is that of the placement as it is, `free` are its best
+    """Cuts of one assignment that meet a cap: `table` is that of the assignment as it is, `free` are its best
     cuts without the cap."""
 
     priced: PricedProgram
@@ -255,7 +256,7 @@ class _Lean:
 
 
 def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> list[PricedProgram]:
-    """The placement as it is, and others that need less memory: parts are recomputed, if they may be, and
+    """The assignment as it is, and others that need less memory: parts are recomputed, if they may be, and
     what hides is moved, if it `offloads`."""
     found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
@@ -287,7 +288,7 @@ def step_of(
     free: float,
     share: float,
 ) -> Step:
-    """The step of a placement with its cut; `share` and `free` are those of `Step`."""
+    """The step of an assignment with its cut; `share` and `free` are those of `Step`."""
     fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
     return Step(
         solution=solution,
@@ -306,7 +307,7 @@ def step_of(
 
 
 def share_of(solution: Solution, relaxed: float | None) -> float:
-    """The part of the placement's seconds that all placements take."""
+    """The part of the assignment's seconds that all assignments take."""
     bound = solution.bound if relaxed is None else relaxed
     return min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
 
@@ -314,7 +315,7 @@ def share_of(solution: Solution, relaxed: float | None) -> float:
 @dataclass(frozen=True, slots=True)
 class Parting:
     """Where in each stage of a cut its leaner level ends and the richer one begins: of what is recomputed
-    and moved, or of placements, between which a stage turns at `seams`.
+    and moved, or of assignments, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
     are recomputed and reach over a cut are cut there, too, which the tables don't know.
@@ -372,7 +373,7 @@ class Parting:
     def fewest(
         self, cut: Cut, turns: Sequence[int], found: Cut, priced: PricedProgram
     ) -> tuple[PricedProgram, Cut]:
-        """The same with as few tensors moved, the largest, as still fit."""
+        """Offload as few tensors, the largest, as still fit."""
         low, high = -1, len(priced.program.offload)
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""What the model itself computes again in backward: done unless the planner knows better.
+"""What the model itself recomputes in backward: done unless the planner knows better.
 
-Where a memory cap asks for parts to be computed again, or the user does, those are chosen by recompute.py
-and take the place of the model's own; so does what is offloaded. Else the fastest placement recomputes what
+Where a memory cap asks for parts to be recomputed, or the user does, those are chosen by recompute.py
+and take the place of the model's own; so does what is offloaded. Else the fastest assignment recomputes what
 the model checkpoints, as its author asked for, and is priced with it.
 """
 
@@ -27,12 +27,12 @@ def respect(step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None) -
         return unstaged(solution, micro_batches)
     try:
         return staged(solution, schedules=[step.schedule], hop=hop, cap=cap)
-    except InfeasibleError:  # what a part needs while it is computed again does not fit
+    except InfeasibleError:  # what a part needs while it is recomputed does not fit
         return step
 
 
 def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
-    """What became of the model's checkpoints, for the plan."""
+    """Tell in the plan what became of the model's checkpoints."""
     regions, done = graph.checkpoints, step.solution.program.recompute
     if not regions:
         return ()

@@ -200,7 +200,10 @@ def test_a_scripts_own_exit_code_is_told(write: Write, capfd: pytest.CaptureFixt
 def test_what_autopar_refuses_on_a_rank_is_bad_input(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write("import autopar\nautopar.ClusterSpec.local(0)\n")
     assert run_script(script, 1) == 2
-    assert "rank 0 of 1: found InputError" in capfd.readouterr().err
+    _, err = capfd.readouterr()
+    assert "rank 0 of 1: found InputError" in err
+    files = re.findall(r'^  File "(.+)", line', err, re.MULTILINE)
+    assert files == [script]  # none of autopar's own, or of what starts the script
 
 
 def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str]) -> None:

@@ -240,6 +240,44 @@ def _losses() -> None:
         assert (after - before).abs() > 1e-6
 
 
+class Perceptual(nn.Module):
+    """A loss with modules, buffers and weights of its own, none of which learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double().eval()
+        self.requires_grad_(False)
+        self.register_buffer("scales", torch.linspace(0.1, 1.0, 5, dtype=torch.float64))
+
+    def forward(self, output: Tensor) -> Tensor:
+        out: Tensor = (self.features(output) * self.scales).square().mean()
+        return out
+
+
+def _modules_of_losses() -> None:
+    """What is put in the place of what a module outside of the model holds, and its mode."""
+    loss_fn: Any = Perceptual()
+    halves = nn.Parameter(torch.full((5, 6), 0.5, dtype=torch.float64), requires_grad=False)
+    theirs, (ours, _) = serial(), parallel(serial(), loss_fn=loss_fn)
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(loss_fn, "scales", torch.ones(5, dtype=torch.float64)),
+        lambda: setattr(loss_fn.features[0], "weight", halves),
+        lambda: loss_fn.features.append(nn.Tanh()),
+        lambda: loss_fn.features.__setitem__(1, nn.Sigmoid()),
+    ]
+    before = ours(X)
+    for change in changes:
+        change()
+        after = ours(X)
+        assert (after - loss_fn(theirs(X))).abs() < 1e-12
+        assert (after - before).abs() > 1e-6
+        before = after
+
+
+def test_modules_of_a_loss_may_be_exchanged(pools: Pools) -> None:
+    pools(2).run(_modules_of_losses)
+
+
 def test_numbers_that_a_loss_reads_take_effect(pools: Pools) -> None:
     pools(2).run(_losses)
 

@@ -97,3 +97,20 @@ def test_memory_of_replaced_parameters_is_known_as_long_as_somebody_holds_it(
     pools: Callable[[int], Pool],
 ) -> None:
     pools(2).run(_memory)
+
+
+def _learned_before(kinds: list[str]) -> None:
+    theirs, model = make(), make()
+    for net in (theirs, model):
+        net(X * 2).backward()
+    ours = parallel(model, kinds)
+    for net in (theirs, ours):
+        net(X).backward()
+    for mine, full in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert full.grad is not None
+        assert (mine.grad.full_tensor() - full.grad).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kinds", [["batch"], ["filter"]])
+def test_gradients_from_before_parallelize_count(kinds: list[str], pools: Callable[[int], Pool]) -> None:
+    pools(2).run(_learned_before, kinds)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar import api
@@ -50,6 +52,30 @@ def test_model_is_filter_or_channel_as_is_best() -> None:
     assert kinds == {"filter", "channel"}  # what one gives in parts the next one takes so
     assert plan.step_seconds < min(each.step_seconds for each in pure)
     assert all(each.name != "model" for each in planned("batch", mesh="4").alternatives)
+
+
+class Classes(nn.Module):
+    """A token for all samples before the words of each, and a mark on some of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.mark = nn.Parameter(torch.zeros(1, 1, 64)), nn.Parameter(torch.zeros(1, 1, 64))
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, words: Tensor, marked: Tensor) -> Tensor:
+        marks = self.mark.expand(len(words), words.shape[1], -1)
+        words = torch.where(marked[..., None], marks, words)
+        hidden: Tensor = self.layer(torch.cat([self.token.expand(len(words), -1, -1), words], dim=1))
+        return hidden
+
+
+def test_a_weight_that_is_repeated_for_each_sample_is_no_obstacle_to_data_parallelism() -> None:
+    inputs = torch.zeros(8, 6, 64), torch.zeros(8, 6, dtype=torch.bool), torch.zeros(8, 7, 64)
+    plan = autopar.plan(
+        Classes(), FOUR, inputs, loss_fn=nn.functional.mse_loss, force="batch", mesh="4", measure=False
+    )
+    kinds = {layer.op.split(".")[1]: layer.kinds[0] for layer in plan.layers}
+    assert {kinds[name] for name in ("expand", "where", "cat", "linear")} == {"batch"}
 
 
 def test_the_order_of_kinds_is_that_of_the_axes() -> None:

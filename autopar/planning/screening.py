@@ -1,0 +1,425 @@
+"""What numbers of stages and micro-batches, and which meshes, would take by their estimates.
+
+The seconds of a micro-batch of another size follow closely from those of one of M0: what launches cost stays,
+and gradients as large as an embedding, the rest shrinks with its samples, and sums of gradients hide behind
+what there then is. With stages M0 is about 16, or fewer where a micro-batch has fewer samples than a stage
+has devices, which no batch parallelism could share; without them it is 1, as most such plans are.
+
+K = 1 is looked at first, and of its meshes that of one axis. Where its devices do little beside computing
+what they share, what other plans could spare can't be told from nothing (apart.py), and they aren't looked
+at:
+
+    step <= (1 + 3 %) of what is shared     no meshes of more axes
+    step <= (1 + 10 %)                      no stages
+
+Else K is sought from stages of one node up and down, for as long as that is faster, up to the number of equal
+blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Graph, InputKind
+from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
+from autopar.core.placement import Shard
+from autopar.core.program import Program
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.machine.model import CostModel
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.cost.stages.intervals import crossing_bytes
+from autopar.errors import InputError, SolverError, TraceError
+from autopar.planning.apart import MEASURED as NOISE
+from autopar.planning.apart import error_of, margin
+from autopar.planning.ask import Limits
+from autopar.planning.estimates import Choice, Screened, bottleneck
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.sharding.strategies import dims_of
+from autopar.solve.deadline import is_over
+from autopar.solve.highs import SECOND
+from autopar.solve.memory.offload import overlapped
+from autopar.solve.memory.recompute import sparing
+from autopar.solve.placement.fold import fold
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.search import Solution
+from costdb.database import Database
+
+SAMPLE = 16  # micro-batches of the graph that is screened for stages, about
+TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
+MOST_TIMES = 16  # with stages, where all between are looked at
+MESHES = 2  # of two axes, screened for each K; within a node one
+FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
+ROUGH = 0.02  # gap of the assignments that are screened
+SCREEN_WORK = 6 * SECOND  # of branching for one of them
+SCARCE = 0.5  # of the cap: more state than that, and a leaner assignment is screened too
+GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
+Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
+
+
+def _nearest(counts: Sequence[int], wanted: int) -> int:
+    return min(counts, key=lambda count: (abs(math.log(count / wanted)), count))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The graph of one of `count` micro-batches."""
+
+    count: int
+    graph: Graph
+
+
+@dataclass(slots=True)
+class Screen:
+    """Looks at choices of stages, micro-batches and meshes for a global batch of `batch` samples."""
+
+    graph_of: GraphOf
+    counts: Sequence[int]
+    batch: int
+    cluster: ClusterSpec
+    request: Request
+    database: Database | None
+    deadline: float | None = None  # after which no more is looked at than what is there
+    outputs: int = 0  # bytes beside the loss of a batch that is computed at once
+    samples: dict[int, Sample] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    model: CostModel = field(init=False)
+    cap: float = field(init=False)  # bytes per device, inf without a cap
+
+    def __post_init__(self) -> None:
+        self.model = CostModel.of(self.cluster, self.database)
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        self.cap = math.inf if cap is None else cap
+
+    def choices(self, ranks: int | None) -> list[Choice]:
+        """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
+        found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
+        if not found:
+            raise InputError(
+                where="stages and micro-batches",
+                found=f"{ranks or 'any'} stages, {', '.join(map(str, self.counts[:8]))} micro-batches",
+                wanted="numbers that some schedule can run",
+                remedy="choose at least as many micro-batches as stages",
+            )
+        best: dict[tuple[int, int], Choice] = {}
+        for choice in sorted(found, key=self.rank):
+            best.setdefault((choice.ranks, choice.micro_batches), choice)
+        return list(best.values())
+
+    def sample(self, ranks: int) -> Sample:
+        """What is screened: without stages the largest micro-batch, with stages one of about SAMPLE, which
+        as many devices as `ranks` pipeline ranks leave to each can share."""
+        if ranks == 1:
+            return self.traced(self.counts[0])
+        return self.about_sample(self.cluster.stage(ranks).num_devices)
+
+    def about_sample(self, samples: int = 1) -> Sample:
+        """One of about SAMPLE micro-batches of `samples` or more, if there are such.
+
+        Counts for which the model can't be traced, and larger ones, are left out: a batch norm wants more
+        than one sample, and a tensor that is as long as the batch wants all of them.
+        """
+        while True:
+            enough = [count for count in self.counts if self.batch // count >= samples]
+            count = _nearest(enough or self.counts[:1], SAMPLE)
+            try:
+                return self.traced(count)
+            except TraceError:
+                fewer = [each for each in self.counts if each < count]
+                if not fewer:
+                    raise
+                self.counts = fewer
+
+    def traced(self, count: int) -> Sample:
+        if count not in self.samples:
+            graph = self.graph_of(count)
+            self.samples[count] = Sample(count, graph)
+        return self.samples[count]
+
+    def rank(self, choice: Choice) -> tuple[float, float]:
+        """Its place in the order; stages are hardly ever as fast as their estimate, a step without is."""
+        over = choice.nbytes if choice.nbytes > self.cap else 0.0
+        return over, choice.seconds * (1.0 if choice.ranks == 1 else 1.0 + ROUGH)
+
+    def climb(self, ranks: int | None) -> Iterator[list[Screened]]:
+        """The screened meshes of `ranks` pipeline ranks, or of as many as pay."""
+        if ranks and ranks > 1:
+            yield self.screen(ranks)
+            return
+        is_simple = self.is_simple()
+        alone = self.screen(1)
+        if not self.fits_at_once(alone):
+            self.about_sample()  # which of the other counts can be had
+        yield alone
+        if ranks or is_simple or self.is_even(alone):
+            return
+        most = self.blocks()
+        options = [each for each in self.cluster.stage_counts() if each <= most]
+        middle = options.index(_nearest(options, self.cluster.nodes))
+        best: tuple[float, float] | None = None
+        for order in (options[middle:], options[:middle][::-1]):
+            for each in order:
+                if is_over(self.deadline):
+                    return
+                screened = alone if each == 1 else self.screen(each)
+                if each > 1:
+                    yield screened
+                mine = self.best(screened)
+                if mine is None or (best is not None and mine > best):
+                    break
+                best = mine
+
+    def is_simple(self) -> bool:
+        """Whether a node has fast links and each of its devices room for twice the model: there no estimate
+        is sure enough to cut it into stages."""
+        if self.request.measure and self.model.here or self.cluster.nodes > 1:
+            return False
+        if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:
+            return False
+        sample = self.sample(1)
+        state = sum(
+            item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
+            for item in sample.graph.inputs
+            if item.kind is InputKind.PARAMETER
+        )
+        if state > SCARCE * self.cap:
+            return False
+        self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
+        return True
+
+    def fits_at_once(self, alone: Sequence[Screened]) -> bool:
+        """Whether a step without stages meets the cap with the fewest micro-batches."""
+        return any(each.choice(self.counts[0], (), self.cap).nbytes <= self.cap for each in alone)
+
+    def is_even(self, alone: Sequence[Screened]) -> bool:
+        """Whether the best step without stages, by estimates, is hardly longer than what each device
+        computes of it: what stages could spare can't be told from nothing."""
+        if self.request.measure and self.model.here:
+            return False
+        fitting = [each.seconds for each in self.rated(alone) if each.nbytes <= self.cap]
+        least = min(each.work_seconds for each in alone)
+        if min(fitting, default=math.inf) > least * (1 + error_of(0.0)):
+            return False
+        self.notes += (
+            "no stages: without them devices do hardly more than compute what they share, by less than what "
+            "predictions are off by",
+        )
+        return True
+
+    def blocks(self) -> int:
+        """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
+        sample = self.traced(_nearest(self.counts, SAMPLE))
+        blocks = fold(sample.graph, dims_of(sample.graph, Mesh((1,)))).count
+        return blocks if blocks > 1 else len(sample.graph.operators)
+
+    def meshes(self, ranks: int) -> list[Mesh]:
+        """Few meshes: that of one axis, and those of two whose minor axis comes closest to filling a node."""
+        if self.request.mesh is not None:
+            return [self.request.mesh]
+        stage = self.cluster.stage(ranks)
+        flat = [mesh for mesh in stage.meshes() if len(mesh.shape) == 1]
+        few = [mesh for mesh in stage.meshes() if len(mesh.shape) == 2]
+        few.sort(key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))
+        return [*flat, *few[: MESHES if stage.nodes > 1 else MESHES - 1]]
+
+    def screen(self, ranks: int) -> list[Screened]:
+        sample = self.sample(ranks)
+        request = replace(
+            self.request,
+            pipeline_ranks=1,
+            micro_batches=sample.count if ranks == 1 else ranks * TIMES[-2],
+            schedule=ScheduleKind.ONE_F_ONE_B,
+            alternatives=False,
+            gap=max(self.request.gap, ROUGH),
+        )
+        stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
+        found: list[Placed] = []
+        for mesh in self.meshes(ranks):
+            if found and (is_over(self.deadline) or self.is_flat_enough(found[0][0])):
+                break
+            problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
+            try:
+                solution = self.placed(problem, FREE, waits=not found)
+                if ranks == 1:
+                    solution = self.hiding(problem, solution)
+            except SolverError:
+                self.notes += (f"mesh {mesh} was left out with {ranks} stages: its program takes too long",)
+                continue
+            found.append((self.screened(problem, solution, ranks, sample), problem, solution))
+        found = self.simpler(found)
+        _, problem, solution = min(found, key=self.place)
+        if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
+            price = solution.seconds / max(1, solution.peak.nbytes)
+            solution = self.placed(problem, MemoryPrice(state=price, saved=price))
+            return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
+        return [each for each, _, _ in found]
+
+    def is_flat_enough(self, screened: Screened) -> bool:
+        """Whether devices on one axis hardly do more than compute what they share.
+
+        No mesh of more axes can be told from that one then."""
+        if len(screened.mesh.shape) > 1 or self.request.measure and self.model.here:
+            return False
+        count = screened.count
+        return screened.seconds(None, count) <= count * screened.work * (1 + NOISE)
+
+    def place(self, placed: Placed) -> tuple[float, float]:
+        """Where the best choice on a mesh is in the order."""
+        return self.best([placed[0]]) or (math.inf, math.inf)
+
+    def simpler(self, found: list[Placed]) -> list[Placed]:
+        """Without the meshes of more axes that can't be told from one of fewer."""
+        fastest = min(found, key=self.place)
+        _, problem, solution = fastest
+        for each in sorted(found, key=lambda each: (len(each[1].mesh.shape), self.place(each))):
+            other = each[1].mesh, each[2].program
+            if len(other[0].shape) >= len(problem.mesh.shape):
+                break
+            apart = 1 + margin(solution.priced, other[1])
+            if self.cluster.nodes == 1:  # alike, but for how often messages wait
+                apart = max(apart, 1 + NOISE)
+            (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
+            if over <= least_over and seconds <= least * apart:
+                return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]
+        return found
+
+    def best(self, screened: Sequence[Screened]) -> tuple[float, float] | None:
+        """The place in the order of the best choice among them, if there is any."""
+        return min(map(self.rank, self.rated(screened)), default=None)
+
+    def placed(self, problem: MeshProblem, memory_price: MemoryPrice, *, waits: bool = True) -> Solution:
+        """An assignment of about the least seconds; much work is waited for, or raises SolverError."""
+        ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
+        with contextlib.suppress(*([SolverError] if waits else [])):
+            return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
+        return problem.solve(ask, Limits(self.deadline))
+
+    def hiding(self, problem: MeshProblem, solution: Solution) -> Solution:
+        """The assignment, or one that takes sums of gradients for free, if they hide and it is faster."""
+        if not problem.prices.overlap or solution.priced.cost.exposed_sums:
+            return solution
+        ask = replace(problem.ask(self.request.force, bounded=False), multiplier=0.0)
+        with contextlib.suppress(SolverError):
+            found = problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
+            priced, count = PricedProgram(problem.prices, found.program), problem.request.micro_batches
+            if priced.cost.of(count) < solution.priced.cost.of(count):
+                return replace(found, priced=priced, seconds=priced.seconds)
+        return solution
+
+    def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: Sample) -> Screened:
+        """What an assignment costs, and what it costs and keeps if all is recomputed where memory asks."""
+        priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
+        prices = priced.operator_prices
+        largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches
+        scarce = solution.peak.state / ranks + largest > self.cap
+        if scarce and self.request.recompute is Recompute.AUTO:
+            recompute, spared = sparing(priced)
+        if scarce and ranks == 1 and problem.offload is Offload.AUTO:
+            hidden = max(0, solution.peak.saved - overlapped(priced).peak.saved)
+        launches, launch = 2 * sum(price.launches for price in prices), self.model.device.launch_seconds
+        seconds, samples = [price.seconds for price in prices], self.batch // sample.count
+        cost = priced.cost
+        evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks
+        return Screened(
+            ranks=ranks,
+            mesh=problem.mesh,
+            count=sample.count,
+            samples=samples,
+            cost=cost,
+            work=_work(priced),
+            slowest=evenness * cost.micro_batch,
+            weights=sum(price.weights for price in prices),
+            hiding=priced.prices.overlap * sum(price.behind for price in prices),
+            shards=_shards(priced.graph, priced.program, samples, seconds),
+            free=self.request.force is None,
+            fixed=launches * launch + _weight_seconds(priced, launch),
+            hop_bytes=self.least_crossing(priced),
+            hop=self.model.hop(self.cluster, ranks),
+            state_bytes=solution.peak.state,
+            saved_bytes=solution.peak.saved,
+            recompute_seconds=recompute,
+            lean_bytes=max(0, solution.peak.saved - spared),
+            hidden_bytes=hidden,
+        )
+
+    def least_crossing(self, priced: PricedProgram) -> int:
+        """Bytes at the best cut of the middle half, where most cuts lie."""
+        crossing = crossing_bytes(priced)
+        quarter = len(crossing) // 4
+        return min(crossing[quarter : 3 * quarter + 1])
+
+    def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
+        for each in screened:
+            for count in self.micro_batches(each.ranks):
+                kinds = self.kinds(each.ranks, count)
+                if kinds or each.ranks == 1:
+                    choice = each.choice(count, kinds, self.cap)
+                    outputs = self.outputs if each.ranks == count == 1 else 0
+                    yield replace(choice, nbytes=choice.nbytes + outputs)
+
+    def micro_batches(self, ranks: int) -> list[int]:
+        """Without stages 1, or as many as memory asks; with stages some for each."""
+        wanted = {_nearest(self.counts, ranks * times) for times in TIMES}
+        if ranks > 1:
+            wanted.update(count for count in self.counts if ranks <= count <= ranks * MOST_TIMES)
+        return sorted(wanted)
+
+    def kinds(self, ranks: int, count: int) -> list[ScheduleKind]:
+        """The schedules that can be run."""
+        try:
+            return replace(self.request, pipeline_ranks=ranks, micro_batches=count).kinds()
+        except InputError:
+            return []
+
+
+def _work(priced: PricedProgram) -> float:
+    """Seconds of operators, of each its part that all devices would have if they shared it evenly."""
+    devices, found = priced.program.mesh.num_devices, 0.0
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        options = zip(priced.program.strategies[item.name], priced.program.mesh.shape, strict=True)
+        found += price.compute * math.prod(size for option, size in options if option.shards) / devices
+    return found
+
+
+def _weight_seconds(priced: PricedProgram, launch: float) -> float:
+    """Seconds, but for launches, of gradients as large as an embedding, whatever the samples are.
+
+    Of what an operator without products writes and reads for them, its weights are one part and its results
+    the other."""
+    seconds, nbytes, specs = 0.0, priced.prices.local_bytes, priced.graph.specs
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        if price.weights and not price.flops:
+            strategy = priced.program.strategies[item.name]
+            weights = sum(
+                nbytes(name, tuple(option.operands[place] for option in strategy))
+                for place, name in enumerate(item.operands)
+                if specs[name].requires_grad
+            )
+            results = sum(
+                nbytes(name, tuple(option.results[place] for option in strategy))
+                for place, name in enumerate(item.results)
+                if name
+            )
+            moved = max(0.0, price.weights - price.launches * launch)
+            seconds += moved * weights / max(1, weights + results)
+    return seconds
+
+
+def _shards(graph: Graph, program: Program, samples: int, seconds: Sequence[float]) -> dict[int, float]:
+    """Among how many devices the samples are split, and for which part of the operators' seconds."""
+    found: dict[int, float] = {}
+    for item, each in zip(graph.operators, seconds, strict=True):
+        result, devices = item.results[0], 1
+        if result is not None and graph.specs[result].shape[:1] == (samples,):
+            for option, size in zip(program.strategies[item.name], program.mesh.shape, strict=True):
+                devices *= size if option.results[0] == Shard(0) else 1
+        found[devices] = found.get(devices, 0.0) + each
+    total = sum(found.values())
+    return {devices: each / total for devices, each in found.items()} if total else {1: 1.0}
