@@ -26,6 +26,7 @@ from autopar.planning.agree import agree
 from autopar.planning.request import Request
 from autopar.planning.search import measure_operators, search
 from autopar.results.plan import Plan
+from autopar.results.text import html_of
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.trace.export import trace
@@ -86,6 +87,9 @@ class Profile:
                 f"{self.plan.measured_share:.0%} of its compute measured"
             )
         return "\n".join(rows)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 @dataclass(frozen=True, slots=True)

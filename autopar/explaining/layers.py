@@ -104,6 +104,7 @@ class Alternatives:
             chosen=Choice.of(chosen, base, names),
             others=tuple(sorted(others, key=_order)),
             untried=len(ways) - len(others),
+            late=len(ways[:most]) - len(others),
         )
 
     def tried(self, index: int, names: Sequence[str], ways: Sequence[Factors]) -> Iterator[Choice]:

@@ -109,9 +109,8 @@ def decide_all(
     best = apart.simplest(found)
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     others = [each for each in found if each.step.seconds < best.step.seconds]
-    return replace(
-        best, notes=(note, *screen.notes), passed=tuple(apart.passed(each, best) for each in others)
-    )
+    notes = note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
+    return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
 
 
 def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:

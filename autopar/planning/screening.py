@@ -36,8 +36,8 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
+from autopar.planning.apart import IN_VAIN, error_of, margin
 from autopar.planning.apart import MEASURED as NOISE
-from autopar.planning.apart import error_of, margin
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
@@ -55,6 +55,7 @@ from costdb.database import Database
 SAMPLE = 16  # micro-batches of the graph that is screened for stages, about
 TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MOST_TIMES = 16  # with stages, where all between are looked at
+SAME = 1e-3  # of a step: no mesh that promises less is told of
 MESHES = 2  # of two axes, screened for each K; within a node one
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 ROUGH = 0.02  # gap of the assignments that are screened
@@ -90,6 +91,7 @@ class Screen:
     outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, Sample] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: dict[int, tuple[str, ...]] = field(default_factory=dict)  # meshes, by the number of stages
     model: CostModel = field(init=False)
     cap: float = field(init=False)  # bytes per device, inf without a cap
 
@@ -287,6 +289,9 @@ class Screen:
                 apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
             if over <= least_over and seconds <= least * apart:
+                if least < (1 - SAME) * seconds:
+                    promised = f"mesh {problem.mesh} promises {1 - least / seconds:.1%} less by estimates"
+                    self.left_out[fastest[0].ranks] = (f"{promised}, {IN_VAIN}; the gap leaves it out",)
                 return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]
         return found
 

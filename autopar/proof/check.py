@@ -54,6 +54,7 @@ from autopar.proof.verify import (
     verify_simulated,
 )
 from autopar.results.plan import Plan
+from autopar.results.text import html_of
 from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.compiled.compiler import check_compiler
@@ -177,6 +178,9 @@ class Report:
         if self.vacuous:
             lines.append(f"vacuous: less than {FORCED_SHARE:.0%} of what could be sharded by {kind}was")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def check(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.results.plan import Plan
-from autopar.results.text import text_of
+from autopar.results.text import html_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def _pairs(self) -> list[tuple[float, float]]:
         """(predicted, measured) seconds of every row that ran."""

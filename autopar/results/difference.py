@@ -9,7 +9,7 @@ from typing import Any
 from autopar.results.plan import Layer, Plan
 from autopar.results.plan_words import splits_of
 from autopar.results.step_parts import StepParts
-from autopar.results.text import text_of
+from autopar.results.text import html_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,9 @@ class Difference:
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def difference(before: Plan, after: Plan, *, names: tuple[str, str] = ("first", "second")) -> Difference:

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.results.plan import Layer, Plan
 from autopar.results.step_parts import StepParts
-from autopar.results.text import text_of
+from autopar.results.text import html_of, text_of
 
 SAME = 1e-3  # of a step: less can't be told from nothing
 
@@ -104,7 +104,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class LayerChoices:
     """A layer, with `equal` ones that are pinned alike; `others` are the other ways to split it, the cheapest
-    first. `untried` more have a dearer operator by itself and were not solved."""
+    first. `untried` more were not solved: `late` of them for want of time, others have a dearer operator."""
 
     name: str
     op: str
@@ -112,6 +112,7 @@ class LayerChoices:
     chosen: Choice
     others: tuple[Choice, ...]
     untried: int = 0
+    late: int = 0
 
     @property
     def runner_up(self) -> Choice | None:
@@ -180,3 +181,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)

@@ -49,12 +49,17 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
 
 
 def _untried(layer: LayerChoices) -> str:
-    """How many ways were left; those that are solved come first by what they take themselves."""
-    several = layer.untried > 1
-    if not layer.others:
-        return f"{layer.untried} other {'ways were' if several else 'way was'} not solved"
-    ways = "ways, dearer by themselves, were" if several else "way, dearer by itself, was"
-    return f"{layer.untried} more {ways} not solved"
+    """How many ways were left, and why; those that are solved come first by what they take themselves."""
+    dearer, parts = layer.untried - layer.late, []
+    if layer.late:
+        parts.append(f"{_ways(layer.late)} not solved: time was over, --seconds gives more")
+    if dearer:
+        parts.append(f"{_ways(dearer, ', dearer by themselves,', ', dearer by itself,')} not solved")
+    return "\n".join(parts)
+
+
+def _ways(count: int, several: str = "", one: str = "") -> str:
+    return f"{count} more ways{several} were" if count > 1 else f"1 more way{one} was"
 
 
 def _choices(layer: LayerChoices, base: Outcome) -> Table:

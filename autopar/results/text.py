@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from functools import singledispatch
+from html import escape
 
 from rich.console import Console, RenderableType
 
@@ -22,8 +23,8 @@ def text_of(result: object) -> str:
 
 @singledispatch
 def html_of(result: object) -> str:
-    """What a notebook shows of a result."""
-    raise NotImplementedError(f"no renderer is registered for {type(result).__name__}")
+    """What a notebook shows of a result: what `print` shows, if no renderer is registered."""
+    return f"<pre>{escape(str(result))}</pre>"
 
 
 def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:

@@ -269,6 +269,29 @@ def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> Non
     assert found.mesh == Mesh((4,))
 
 
+@pytest.mark.parametrize(
+    ("promised", "told"), [(1.0, ()), (0.9995, ()), (0.975, ("mesh 2x2 promises 2.5%",))]
+)
+def test_a_mesh_that_is_left_out_is_told_with_what_it_promises(
+    promised: float, told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.planning.screening.margin", lambda *_: 0.03)
+    found: list[Any] = [
+        (
+            SimpleNamespace(ranks=1, seconds=seconds),
+            SimpleNamespace(mesh=mesh),
+            SimpleNamespace(program=0, priced=0),
+        )
+        for seconds, mesh in ((1.0, Mesh((4,))), (promised, Mesh((2, 2))))
+    ]
+    screen: Any = SimpleNamespace(
+        place=lambda placed: (0.0, placed[0].seconds), cluster=SimpleNamespace(nodes=1), left_out={}
+    )
+    Screen.simpler(screen, found)
+    notes = screen.left_out.get(1, ())
+    assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == list(told)
+
+
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=2, micro_batches=4)
     best = decide(graph_of(4), CLUSTER, request).step

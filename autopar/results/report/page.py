@@ -83,7 +83,7 @@ def page(plan: Plan, beside: Beside = NOTHING) -> str:
         pictures=[picture for picture in pictures if picture],
         axes=axes_table(plan),
         notes=[cut_text(note, NOTE) for note in (*advice(plan), *_trust(plan), *plan.notes)[:NOTES]],
-        missing=list(_missing(beside)),
+        missing=list(_missing(plan, beside)),
         version=VERSION,
     )
 
@@ -95,12 +95,14 @@ def write_page(plan: Plan, path: Path, beside: Beside = NOTHING) -> Written:
     return Written(path, len(text.encode()), plan, beside)
 
 
-def _missing(beside: Beside) -> Iterator[str]:
+def _missing(plan: Plan, beside: Beside) -> Iterator[str]:
     """What the page can't show, and how it can."""
     if beside.timeline is None:
         yield "Time and memory during the step: the plan's file is older than these; plan again."
     if beside.frontier is None or not beside.frontier.points:
         yield "What less memory would cost: plan by autopar plan TARGET --frontier 30, or report TARGET."
+    if plan.serial is None and not plan.alternatives:
+        yield "Other strategies: plan without --force."
     if beside.measured is None:
         yield (
             "Measured steps: run autopar compare TARGET --measure --json > measured.json, then "

@@ -149,7 +149,7 @@ def memory_picture(plan: Plan, timeline: Timeline) -> Picture:
     cap = f" Its cap is {show_bytes(plan.memory_cap)}." if plan.memory_cap is not None else ""
     return Picture(
         "Memory over time",
-        f"Bytes that {whose} during the step; a line is {show_bytes(most)} high.{cap}",
+        f"Bytes that {whose} during the step; the whole height is {show_bytes(most)}.{cap}",
         bars,
         (
             ("lasts", "there all step: weights, optimizer state, the batch"),

@@ -127,7 +127,7 @@ def test_a_step_without_stages_has_its_phases_and_its_memory_over_time() -> None
     curve = re.search(r'polygon class="held" points="([^"]*)"', text)
     assert curve
     tops = [float(point.split(",")[1]) for point in curve[1].split()]
-    assert min(tops) == 0.0 and "20 MB high" in words  # the fullest of 10 + 10 MB fills the line
+    assert min(tops) == 0.0 and "whole height is 20 MB" in words  # the fullest of 10 + 10 MB fills the line
 
 
 def test_memory_that_is_there_all_step_is_drawn_below() -> None:
