@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.core.costs import Footprint, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.core.size_patterns import ResultShapes, SizePattern, pattern_of, result_shapes
+from autopar.errors import CostMissingError
 from autopar.ops.recurrent import steps_of
 from costdb import operands
 from costdb.recurrence import footprint_of_steps
@@ -32,6 +35,7 @@ from costdb.recurrence import footprint_of_steps
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 _KNOWN: dict[tuple[str, str], Footprint] = {}
+_PATTERNS: dict[tuple[str, str], tuple[Footprint, ResultShapes] | None] = {}  # None: sizes matter
 
 
 @cache
@@ -50,7 +54,7 @@ def footprint(call: Call, kind: str = "cpu") -> Footprint:
         if steps := steps_of(call):
             _KNOWN[known] = footprint_of_steps(call, steps, partial(footprint, kind=kind))
         else:
-            _KNOWN[known] = _observe_without_data(call, kind)
+            _KNOWN[known] = _by_pattern(call, kind) or _observe_without_data(call, kind)
     return _KNOWN[known]
 
 
@@ -95,6 +99,37 @@ def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, 
 def _observe_without_data(call: Call, kind: str) -> Footprint:
     with without_data(call, kind) as (run, inputs):
         return observe(run, inputs)
+
+
+def _by_pattern(call: Call, kind: str) -> Footprint | None:
+    """The footprint that follows from calls of other sizes; None if it must be observed."""
+    pattern = None if facts_of(call.target).chooses_by_device else pattern_of(call)
+    if pattern is None:
+        return None
+    known = kind, pattern.key
+    if known not in _PATTERNS:
+        _PATTERNS[known] = _learned(pattern, kind)
+    learned = _PATTERNS[known]
+    if learned is None:
+        return None
+    found, shapes = learned
+    given = iter(shapes.at(pattern.sizes))
+    results = tuple(spec and replace(spec, shape=next(given)) for spec in found.results)
+    return replace(found, results=results)
+
+
+def _learned(pattern: SizePattern, kind: str) -> tuple[Footprint, ResultShapes] | None:
+    """What calls of a pattern give and save, if it is the same at small and at large sizes but for shapes."""
+    try:
+        small, large = (_observe_without_data(call, kind) for call in pattern.probes())
+    except CostMissingError:  # sizes depend on each other
+        return None
+    shapes = result_shapes(*([spec.shape for spec in each.results if spec] for each in (small, large)))
+    return (small, shapes) if shapes and _without_shapes(small) == _without_shapes(large) else None
+
+
+def _without_shapes(found: Footprint) -> Footprint:
+    return replace(found, results=tuple(spec and replace(spec, shape=()) for spec in found.results))
 
 
 @contextmanager

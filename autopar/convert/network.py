@@ -61,6 +61,8 @@ class Network:
     from_partial: Flags
     sums: Flags
     gathers: Flags
+    leaving: tuple[list[int], ...]  # the numbers of the moves from each layout
+    targets: list[int]  # the same as `target`
 
     def move(self, number: int) -> Move:
         return Move(
@@ -131,6 +133,8 @@ def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Ne
         from_partial=unpriced.from_partial,
         sums=unpriced.sums,
         gathers=unpriced.gathers,
+        leaving=unpriced.leaving,
+        targets=unpriced.targets,
     )
 
 
@@ -150,6 +154,8 @@ class Unpriced:
     from_partial: Flags
     sums: Flags
     gathers: Flags
+    leaving: tuple[list[int], ...]
+    targets: list[int]
 
 
 @lru_cache(maxsize=MOST_UNPRICED)
@@ -214,6 +220,8 @@ class _Builder:
             of(lambda change: isinstance(change.source, Partial)),
             of(lambda change: change.effect.name == "r_to_b"),
             of(lambda change: change.effect.forward is MoveAction.ALL_GATHER),
+            _leaving(source[first], len(layouts)),
+            target[first].tolist(),
         )
 
     def stride(self, axis: int) -> int:
@@ -249,6 +257,13 @@ class _Builder:
                 # Some of them must be minor, even if as many as can be are called major.
                 found |= sharding > sum(axis < max(own) for axis in axes)
         return found
+
+
+def _leaving(source: Numbers, count: int) -> tuple[list[int], ...]:
+    """For each of `count` layouts the moves from it, in their order."""
+    moves = np.argsort(source, kind="stable")
+    bounds = np.searchsorted(source[moves], np.arange(1, count))
+    return tuple(each.tolist() for each in np.split(moves, bounds))
 
 
 def order(item: Placement) -> tuple[int, str]:

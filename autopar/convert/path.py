@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from autopar.convert.moves import canonical, moves
+from autopar.convert.network import Network, Seconds
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, Placement, R, Shard
 from autopar.errors import RuleError
@@ -74,11 +78,77 @@ def _path(
                 best[move.target], via[move.target] = total, move
                 heapq.heappush(queue, (total, next(order), move.target))
     if need not in best:
-        raise RuleError(
-            where="conversion", found=f"no path to {need}", wanted="a legal path", remedy="report this model"
-        )
+        raise _no_path(need)
     found: list[Move] = []
     while need not in reached:
         found.append(via[need])
         need = via[need].source
     return found[::-1]
+
+
+def tree_within(
+    network: Network,
+    source: Layout,
+    needs: Sequence[Layout],
+    seconds: Seconds,
+    *,
+    differentiable: bool,
+    anywhere: bool = False,
+) -> tuple[Move, ...]:
+    """What `tree` finds, among the moves of a network at so many `seconds` each; `anywhere` leads through all
+    of its layouts."""
+    source = canonical(source, differentiable=differentiable)
+    wanted = [canonical(need, differentiable=differentiable) for need in needs]
+    if anywhere:
+        kept = np.ones(len(network.source), dtype=np.bool_)
+    else:
+        placements = interesting([source, *wanted], differentiable=differentiable)
+        of_interest = [all(map(_contains, placements, layout)) for layout in network.layouts]
+        kept = np.array(of_interest)[network.target]
+    prices = np.where(kept, seconds, np.inf).tolist()
+    chosen: dict[int, int] = {}
+    for need in dict.fromkeys(wanted):
+        reached = [network.place[source], *chosen]
+        for move in _path_within(network, reached, network.place[need], prices):
+            chosen.setdefault(int(network.target[move]), move)
+    return tuple(map(network.move, chosen.values()))
+
+
+def _contains(placements: tuple[Placement, ...], item: Placement) -> bool:
+    return item in placements
+
+
+def _path_within(network: Network, reached: Sequence[int], need: int, prices: Sequence[float]) -> list[int]:
+    """The cheapest moves from what is reached to a need, all by their numbers."""
+    if need in reached:
+        return []
+    order = itertools.count()
+    by_text = sorted(reached, key=lambda layout: str(network.layouts[layout]))
+    queue = [(0.0, next(order), layout) for layout in by_text]
+    best = dict.fromkeys(reached, 0.0)
+    via: dict[int, int] = {}
+    targets, leaving = network.targets, network.leaving
+    while queue:
+        cost, _, layout = heapq.heappop(queue)
+        if layout == need:
+            break
+        if cost > best[layout]:
+            continue
+        for move in leaving[layout]:
+            total, target = cost + prices[move], targets[move]
+            if total < best.get(target, math.inf):
+                best[target], via[target] = total, move
+                heapq.heappush(queue, (total, next(order), target))
+    if need not in best:
+        raise _no_path(network.layouts[need])
+    found: list[int] = []
+    while need not in reached:
+        found.append(via[need])
+        need = int(network.source[via[need]])
+    return found[::-1]
+
+
+def _no_path(need: Layout) -> RuleError:
+    return RuleError(
+        where="conversion", found=f"no path to {need}", wanted="a legal path", remedy="report this model"
+    )

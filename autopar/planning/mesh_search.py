@@ -44,6 +44,7 @@ from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
+from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
@@ -193,13 +194,13 @@ class MeshProblem:
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
-        found, bound = list[Step](), 0.0
+        found, bound, programs = list[Step](), 0.0, WrittenPrograms()
         low, high, multiplier = 0.0, 1.0, 1.0
         for number in range(MULTIPLIERS + self.prices.early):
             late = float(number == MULTIPLIERS)
             try:
                 row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
-                solution = self.solve(row, limits)
+                solution = self.solve(row, limits, programs)
             except (InfeasibleError, SolverError) as error:
                 if not found:
                     raise
@@ -428,7 +429,9 @@ class MeshProblem:
         may = self.request.training and self.cluster.host is not None
         return self.request.offload if may else Offload.NONE
 
-    def solve(self, ask: Ask, limits: Limits = UNLIMITED) -> Solution:
+    def solve(
+        self, ask: Ask, limits: Limits = UNLIMITED, programs: WrittenPrograms | None = None
+    ) -> Solution:
         """The best assignment of the whole graph; see `choose`."""
         for proven in (True, False)[: 1 if ask.bounded else 2]:
             if (known := dataclasses.replace(ask, bounded=proven)) in self.solved:
@@ -436,7 +439,7 @@ class MeshProblem:
         if ask.cap is not None:
             free = self.ask(ask.force, bounded=ask.bounded)
             free = dataclasses.replace(free, multiplier=ask.multiplier, late=ask.late)
-            fastest = self.solve(free, limits)
+            fastest = self.solve(free, limits, programs)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
         cutoff = limits.cutoff if ask.bounded and self.request.pipeline_ranks == 1 else math.inf
@@ -458,6 +461,7 @@ class MeshProblem:
             cutoff=cutoff / self.request.micro_batches,
             work=limits.work,
             brief=ask.multiplier is not None and ask.multiplier < 1.0,
+            programs=programs,
         )
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))

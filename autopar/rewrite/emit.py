@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Call, TensorSpec
+from autopar.core.size_patterns import ResultShapes, SizePattern, pattern_of, result_shapes
 from autopar.ops.recurrent import steps_dim, steps_of
 
 _META = torch.device("meta")
 _GIVEN: dict[Any, Any] = {}  # on meta tensors by calls, by all that it depends on
+_PATTERNS: dict[
+    Any, tuple[Any, ResultShapes] | None
+] = {}  # of calls that differ by sizes; None: those matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,10 @@ class GraphEmitter:
         strides = tuple(self.meta[item].stride() for item in operands)
         key = target, call.key(), strides, *_ambient()
         if key not in _GIVEN:
-            _GIVEN[key] = pytree.tree_map(_bare, self._evaluated(call, args, kwargs))
+            given = None if steps_of(call) else _by_pattern(call, strides)
+            if given is None:
+                given = pytree.tree_map(_bare, self._evaluated(call, args, kwargs))
+            _GIVEN[key] = given
         values = _GIVEN[key]
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
@@ -131,6 +138,78 @@ class GraphEmitter:
             return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
 
         return fx.node.map_arg(tree, describe)
+
+
+def _by_pattern(call: Call, strides: Sequence[tuple[int, ...]]) -> Any:
+    """What a call of contiguous operands gives, if it follows from calls of other sizes; else None."""
+    pattern = pattern_of(call)
+    if pattern is None or not all(map(_contiguous, _operands(call), strides)):
+        return None
+    key = pattern.key, *_ambient()
+    if key not in _PATTERNS:
+        _PATTERNS[key] = _learned(pattern)
+    learned = _PATTERNS[key]
+    if learned is None:
+        return None
+    specs, shapes = learned
+    leaves = [
+        torch.empty(shape, dtype=spec.dtype, device=_META, requires_grad=spec.requires_grad)
+        for spec, shape in zip(
+            pytree.tree_leaves(specs, is_leaf=_is_spec), shapes.at(pattern.sizes), strict=True
+        )
+    ]
+    return leaves[0] if isinstance(specs, TensorSpec) else tuple(leaves)
+
+
+def _learned(pattern: SizePattern) -> tuple[Any, ResultShapes] | None:
+    """What calls of a pattern give at all sizes, contiguous tensors; None if sizes matter."""
+    found = []
+    for call in pattern.probes():
+        try:
+            args, kwargs = (_on_meta(each) for each in (call.args, call.kwargs))
+            given = call.target(*args, **kwargs)
+        except Exception:  # noqa: BLE001  (an operator may refuse sizes by any error)
+            return None
+        results = [given] if isinstance(given, torch.Tensor) else given
+        if not all(isinstance(each, torch.Tensor) and each.is_contiguous() for each in results):
+            return None
+        specs = [TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in results]
+        found.append((isinstance(given, torch.Tensor), specs))
+    (single, small), (_, large) = found
+    shapes = result_shapes([spec.shape for spec in small], [spec.shape for spec in large])
+    same = [replace(spec, shape=()) for spec in small] == [replace(spec, shape=()) for spec in large]
+    if shapes is None or not same:
+        return None
+    return small[0] if single else tuple(small), shapes
+
+
+def _operands(call: Call) -> list[TensorSpec]:
+    leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_spec)
+    return [each for each in leaves if _is_spec(each)]
+
+
+def _on_meta(tree: Any) -> Any:
+    """`tree` with a tensor on the meta device for every spec, and that device for every other."""
+
+    def fill(leaf: Any) -> Any:
+        match leaf:
+            case TensorSpec():
+                shape, dtype, grad = leaf.shape, leaf.dtype, leaf.requires_grad
+                return torch.empty(shape, dtype=dtype, device=_META, requires_grad=grad)
+            case torch.device():
+                return _META
+            case _:
+                return leaf
+
+    return pytree.tree_map(fill, tree, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, TensorSpec)
+
+
+def _contiguous(spec: TensorSpec, stride: tuple[int, ...]) -> bool:
+    return torch.empty(spec.shape, device=_META).stride() == stride
 
 
 def _longer(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

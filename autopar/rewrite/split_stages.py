@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.core.operator_facts import facts_of, is_random
@@ -203,7 +204,9 @@ class _Splitter:
     def stand_in(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         """A tensor of a value's size, for a draw that only takes its turn."""
         value, device = self.program.emitter.meta[node], self.program.emitter.device
-        options = {"dtype": value.dtype} | ({"device": device} if device is not None else {})
+        options: dict[str, Argument] = {"dtype": value.dtype}
+        if device is not None:
+            options["device"] = device
         return graph.call_function(torch.ops.aten.zeros.default, (list(value.shape),), options)
 
     def spec(self, node: fx.Node) -> TensorSpec:

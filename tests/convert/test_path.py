@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from torch import Tensor
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.moves import legal, moves
-from autopar.convert.path import interesting, tree
+from autopar.convert.network import Change, Numbers, Seconds, network
+from autopar.convert.path import interesting, tree, tree_within
 from autopar.core.graph import Graph, GraphInput, InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -195,6 +197,33 @@ def test_moves_to_several_uses_form_a_tree_of_legal_moves(
         reached.add(move.target)
     assert reached.issuperset(needs)
     assert differentiable or not any(B in layout for layout in reached)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([Mesh((2, 2)), Mesh((2, 2, 2))]), st.integers(0, 999), st.booleans(), st.data())
+def test_within_a_network_a_tree_is_the_one_that_is_found_move_by_move(
+    mesh: Mesh, seed: int, anywhere: bool, data: st.DataObject
+) -> None:
+    """Also of ways of equal cost the same one."""
+    dims, price = one_tensor(mesh), random_price(seed)
+    choices = st.sampled_from(layouts(mesh))
+    source, needs = data.draw(choices), data.draw(st.lists(choices, min_size=1, max_size=3))
+    every = interesting(layouts(mesh), differentiable=True)
+    free = network(every, legal=lambda item: dims.legal("x", item), price=lambda _: _free)
+    seconds = np.array([price(free.move(number)) for number in range(len(free.source))], dtype=np.float64)
+    theirs = tree(
+        source,
+        needs,
+        price,
+        legal=lambda item: dims.legal("x", item),
+        differentiable=True,
+        through=free.layouts if anywhere else (),
+    )
+    assert theirs == tree_within(free, source, needs, seconds, differentiable=True, anywhere=anywhere)
+
+
+def _free(_: Change, source: Numbers, __: Numbers) -> tuple[Seconds, Seconds]:
+    return np.zeros(len(source)), np.zeros(len(source))
 
 
 def test_the_minor_axis_is_gathered_first_and_split_last() -> None:

@@ -32,17 +32,20 @@ def given(emitter: GraphEmitter, target: Any, shape: tuple[int, ...]) -> Tensor:
     return emitter.meta[emitter.call(target, (x,))]
 
 
-def test_equal_calls_are_evaluated_once_and_others_anew() -> None:
+def test_calls_that_differ_by_sizes_follow_from_two_that_are_evaluated_and_others_are_anew() -> None:
     square = Counting(aten.square.default)
     first, second = given(GraphEmitter(), square, (3, 4)), given(GraphEmitter(), square, (3, 4))
-    assert square.count == 1
+    assert square.count == 2  # at small sizes and at large ones
     assert first.shape == second.shape == (3, 4)
     assert second.requires_grad
     assert second.grad_fn is None
     assert given(GraphEmitter(), square, (4, 3)).shape == (4, 3)
+    assert square.count == 2
     with torch.no_grad():
         assert not given(GraphEmitter(), square, (3, 4)).requires_grad
-    assert square.count == 3
+    assert square.count == 4
+    assert given(GraphEmitter(), square, (4, 4)).shape == (4, 4)
+    assert square.count == 6
 
 
 def test_a_view_that_only_other_strides_allow_is_refused() -> None:

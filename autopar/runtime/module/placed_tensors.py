@@ -108,7 +108,7 @@ class PlacedTensors:
         self.tree.retire()
         numbers = any(not item.spec.shape for item in self._parts.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
-        take_plain_tensors(self, mesh, self._obstacle(), in_blocks=self._is_in_blocks())
+        self._take_plain_tensors(self, mesh)
         self._look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
@@ -125,6 +125,11 @@ class PlacedTensors:
         refuse_infinite(self.tree, lambda: is_half[0])
         step_whole(self, mesh, staged=self.pipeline.is_staged)
         step_fast(self, mesh)
+
+    def _take_plain_tensors(self, owner: PlacedTensors, mesh: DeviceMesh) -> None:
+        """Let parameters meet plain tensors outside of the program while `owner` lives."""
+        in_blocks, staged = self._is_in_blocks(), self.pipeline.ranks > 1
+        take_plain_tensors(owner, mesh, self._obstacle(), in_blocks=in_blocks, staged=staged)
 
     def _obstacle(self) -> str:
         """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
@@ -221,7 +226,7 @@ class PlacedTensors:
         if self._held is not None:
             twin._held = RankStates(self._device)
         if self._mesh is not None:
-            take_plain_tensors(twin, self._mesh[1], self._obstacle(), in_blocks=self._is_in_blocks())
+            self._take_plain_tensors(twin, self._mesh[1])
             twin._look_at_steps(self._mesh[1])
         return twin
 

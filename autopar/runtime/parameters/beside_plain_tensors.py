@@ -51,19 +51,26 @@ class _Known:
     mesh: DeviceMesh
     obstacle: str
     in_blocks: bool
+    staged: bool
 
 
 _known: list[_Known] = []
 
 
 def take_plain_tensors(
-    owner: object, mesh: DeviceMesh, obstacle: str = "", *, in_blocks: bool = False
+    owner: object,
+    mesh: DeviceMesh,
+    obstacle: str = "",
+    *,
+    in_blocks: bool = False,
+    staged: bool = False,
 ) -> None:
     """While `owner` lives, operators of DTensors on `mesh` take plain tensors, or say an `obstacle`.
 
-    `in_blocks` says that rows of some lie in another order than serially.
+    `in_blocks` says that rows of some lie in another order than serially, `staged` that ranks of other
+    stages have other parameters.
     """
-    known = _Known(weakref.ref(owner), mesh, obstacle, in_blocks)
+    known = _Known(weakref.ref(owner), mesh, obstacle, in_blocks, staged)
     _known[:] = [item for item in _known if item.owner() is not None] + [known]
     compute_wholly(_is_ours)
     if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
@@ -175,13 +182,20 @@ def _obstacles(mesh: DeviceMesh) -> list[str]:
     return [item.obstacle for item in _known if item.mesh == mesh and item.owner() is not None]
 
 
-def _is_ours(name: str, mesh: DeviceMesh, *, by_rows: bool) -> bool:
-    """Whether a mesh is one of ours; raises InputError for an operator `by_rows` in another order."""
+def _is_ours(name: str, mesh: DeviceMesh, *, by_rows: bool = False, draws: bool = False) -> bool:
+    """Whether a mesh is one of ours; raises InputError for an operator that can't be right on it."""
     ours = [item for item in _known if item.mesh == mesh and item.owner() is not None]
     if by_rows and any(item.in_blocks for item in ours):
         raise _refused(
             f"{name}, which writes to rows of a parameter or gradient that may be stored in blocks",
             "operators of elements, sums and norms",
+        )
+    if draws and any(item.staged for item in ours):
+        raise InputError(
+            where=calling_line(),
+            found=f"{name} of a parameter or gradient of one pipeline stage, which others don't draw",
+            wanted="the random numbers of the serial model",
+            remedy="draw inside `with autopar.full(parallel) as model:`",
         )
     return bool(ours)
 

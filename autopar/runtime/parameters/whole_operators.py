@@ -43,9 +43,9 @@ _OVERLOADS = (aten.fill_.Tensor, aten.masked_fill_.Tensor)  # of operators that 
 
 
 class IsOurs(Protocol):
-    """Whether a mesh is one of ours; raises an error for an operator `by_rows` that can't be."""
+    """Whether a mesh is one of ours; raises an error for what can't be right on it."""
 
-    def __call__(self, name: str, mesh: DeviceMesh, *, by_rows: bool) -> bool: ...
+    def __call__(self, name: str, mesh: DeviceMesh, *, by_rows: bool, draws: bool) -> bool: ...
 
 
 def compute_wholly(is_ours: IsOurs) -> None:
@@ -66,9 +66,10 @@ def _handler(is_ours: IsOurs) -> Callable[..., Any]:
     def compute(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, DTensor))
         name = operator._schema.name.partition("::")[2]
-        if first.device_mesh.size() > 1 and is_ours(
-            name, first.device_mesh, by_rows=name.endswith("_") and name not in _DRAWS
-        ):
+        draws = name in _DRAWS
+        by_rows = name.endswith("_") and not draws
+        ours = is_ours(name, first.device_mesh, by_rows=by_rows, draws=draws)
+        if ours and first.device_mesh.size() > 1:
             return _compute(operator, name, args, kwargs)
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers.pop(operator)

@@ -11,6 +11,7 @@ gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for
 fold              equal blocks, planned once
 symmetry          axes that are interchangeable
+written_programs   one program under several multipliers, written once
 search            solves it, and checks the answer
 decode            from choices to a Program
 local_search      programs that differ by a single choice

@@ -6,21 +6,23 @@ paths that are found anew between the layouts in which a tensor is made and used
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.convert.moves import canonical, gathers
-from autopar.convert.path import tree
+from autopar.convert.path import tree_within
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
-from autopar.cost.program.values import can_lead, leading
+from autopar.cost.program.values import leading
 from autopar.errors import RuleError
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
+from autopar.solve.placement.gather_phases import completing
 from autopar.solve.placement.problem import Problem, Stored
 from autopar.solve.placement.tensor_classes import TensorClass
 
@@ -150,22 +152,15 @@ def _moves_of(
     parameter = problem.wiring.is_parameter(tensor.name)
 
     def path(*, leads: bool) -> tuple[Move, ...]:
-        def price(move: Move) -> float:
-            if not problem.may_gather(tensor.name) and completes(move):
-                return math.inf
-            if gathering is not Gathering.KEEP and gathers_in_disguise(move):
-                return math.inf
-            return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
-
         key = tensor.name, source, tuple(needs), gathering, leads, around
         if key not in problem.paths:
-            problem.paths[key] = tree(
+            problem.paths[key] = tree_within(
+                tensor.network,
                 source,
                 needs,
-                price,
-                legal=lambda layout: prices.dims.legal(tensor.name, layout),
+                _seconds_of_moves(problem, tensor, gathering, leads=leads),
                 differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
-                through=tensor.network.layouts if around else (),
+                anywhere=around,
             )
         return problem.paths[key]
 
@@ -188,6 +183,23 @@ def _moves_of(
         return repeated + _regather_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
+
+
+def _seconds_of_moves(
+    problem: Problem, tensor: TensorClass, gathering: Gathering, *, leads: bool
+) -> NDArray[np.float64]:
+    """Seconds of the moves of a tensor's network, inf where one can't be made; with `leads` those that can
+    lead count as made once a step."""
+    network = tensor.network
+    seconds = network.seconds
+    if leads and problem.wiring.is_parameter(tensor.name):
+        able = network.sums | network.gathers if gathering is Gathering.ONCE else network.sums
+        seconds = np.where(able, problem.prices.step_weight * seconds, seconds)
+    if not problem.may_gather(tensor.name):
+        seconds = np.where(completing(network), np.inf, seconds)
+    if gathering is not Gathering.KEEP:
+        seconds = np.where(network.from_partial, np.inf, seconds)
+    return seconds
 
 
 def _regather_seconds(

@@ -6,6 +6,7 @@ at the end <= cap      state and sums, when backward ends
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from autopar.solve.linear_program import LinearProgram, Terms
@@ -22,6 +23,12 @@ class MemoryRows:
         self.resting: Terms = []  # there all step, or at its end
         self.gradients: Terms = []  # of weights, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
+
+    def within(self, lp: LinearProgram) -> MemoryRows:
+        """The same terms in a program like this one, with costs of its own."""
+        other = copy.copy(self)
+        other.lp = lp
+        return other
 
     def hold(self, nbytes: float, variable: int, *, lasts: bool = False) -> None:
         """Count bytes that `variable` holds, for each micro-batch or as long as a step lasts."""

@@ -6,6 +6,7 @@ first and the last of them may have an x of their own (problem.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 from autopar.convert.network import Alike, unnamed
@@ -61,6 +62,16 @@ class OperatorVariables:
             for cost, variable in zip(costs, self.x[name], strict=True):
                 if cost.saved.extra_bytes:
                     self.memory.hold(cost.saved.extra_bytes * len(members), variable)
+
+    def under(self, prices: Prices, lp: LinearProgram) -> OperatorVariables:
+        """The same variables in a program like this one, at other prices."""
+        other = copy.copy(self)
+        other.prices, other.lp = prices, lp
+        for name, members in self.members.items():
+            operation = self.by_name[name]
+            for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
+                lp.costs[variable] = prices.operator(operation, strategy).seconds * len(members)
+        return other
 
     def add_recompute(self) -> None:
         """Add r of every strategy; a view is recomputed only with what it views."""

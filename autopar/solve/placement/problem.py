@@ -53,15 +53,17 @@ multisets of placements there (symmetry.py). That relaxes it, to a quarter of it
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.convert.moves import canonical
-from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
+from autopar.convert.network import Alike, Flags, Network, Numbers, Placements, order, unnamed
 from autopar.convert.path import interesting
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
@@ -135,6 +137,40 @@ class Problem:
         if cap is not None and cap < math.inf:
             self.memory.cap(cap)
 
+    def under(self, prices: Prices) -> Problem:
+        """The program under other multipliers: operators and moves cost something else, and rows stay."""
+        other, costs = copy.copy(self), list(self.lp.costs)
+        other.prices, other.paths = prices, {}
+        other.lp = replace(self.lp, costs=costs)
+        other.operators = self.operators.under(prices, other.lp)
+        other.memory = self.memory.within(other.lp)
+        other.operators.memory = other.memory
+        other.tensors = [other.repriced(tensor) for tensor in self.tensors]
+        return other
+
+    def repriced(self, tensor: TensorClass) -> TensorClass:
+        """The tensor with what its moves cost by these prices."""
+        before = tensor.network
+        placements, fixed = tensor.asked
+        after = self.prices.network(tensor.name, placements, alike=self.alike, fixed=fixed)
+        if after is before:
+            return tensor
+        changed = copy.copy(tensor)
+        changed.network = after
+        for phase, variables in tensor.paid.items():
+            moves = np.flatnonzero((after.seconds != before.seconds) & (variables >= 0))
+            times = self.times(tensor, phase)
+            for variable, seconds in zip(
+                variables[moves].tolist(), after.seconds[moves].tolist(), strict=True
+            ):
+                self.lp.costs[variable] = times * seconds
+        return changed
+
+    def times(self, tensor: TensorClass, phase: Phase) -> float:
+        """How many times a move of a tensor counts in a phase."""
+        count = float(len(tensor.members))
+        return count if phase.next is None else count * self.prices.step_weight
+
     # -- tensors --------------------------------------------------------------------------------------
 
     def canonical(self, name: str, layout: Layout) -> Layout:
@@ -144,7 +180,8 @@ class Problem:
     def add_tensor(self, tensor: TensorClass) -> None:
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
-        tensor.network = network = self.network(tensor.name, sources, uses)
+        tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)
+        tensor.network = network = self.prices.network(tensor.name, placements, alike=self.alike, fixed=ends)
         fixed = self.wiring.is_fixed(tensor.name)
         count, shared = float(len(tensor.members)), len(uses) > 1
         taken = [
@@ -158,7 +195,7 @@ class Problem:
             for use in uses
         ]
         for phase in taken[0]:
-            seconds = network.seconds * (count if phase.next is None else count * self.prices.step_weight)
+            seconds = network.seconds * self.times(tensor, phase)
             moves = np.logical_or.reduce([each[phase] for each in taken])
             tensor.paid[phase] = self.flow_variables(moves, seconds)
         copies: dict[Layout, int] = {}
@@ -167,8 +204,10 @@ class Problem:
             self.conserve(tensor, starts, use, flows, copies=copies)
         self.save(tensor, uses, count)
 
-    def network(self, name: str, sources: Sequence[Layout], uses: Sequence[Use]) -> Network:
-        """The moves between the layouts of interest.
+    def layouts_of_interest(
+        self, name: str, sources: Sequence[Layout], uses: Sequence[Use]
+    ) -> tuple[Placements, frozenset[Layout]]:
+        """The placements on each axis between which a tensor may move, and ends that are not legal else.
 
         Placements are those that anybody makes or needs on an axis, so that uses can share a way, and the
         hubs R, P and B, through which changes lead that are illegal or, on some links, slower.
@@ -181,7 +220,7 @@ class Problem:
             for axis in axes:
                 placements[axis] = tuple(sorted(joined, key=order))
         fixed = frozenset(end for end in ends if not self.prices.dims.legal(name, end))
-        return self.prices.network(name, tuple(placements), alike=self.alike, fixed=fixed)
+        return tuple(placements), fixed
 
     def arcs(self, name: str, network: Network, sources: Sequence[Layout], use: Use, *, alone: bool) -> Flags:
         """Moves that a flow from `sources` to the use's needs can take.

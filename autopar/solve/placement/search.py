@@ -30,6 +30,7 @@ from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.space import Space
+from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
@@ -86,6 +87,7 @@ def choose(
     cutoff: float = math.inf,
     work: float = math.inf,
     brief: bool = False,
+    programs: WrittenPrograms | None = None,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
@@ -105,7 +107,19 @@ def choose(
     brief = brief and rounds < MOST_ROUNDS
     rounds = FEWEST_ROUNDS if brief else max(FEWEST_ROUNDS, rounds)
     search = _PlacementSearch(
-        graph, prices, space, folding, cap, gap, deadline, recompute, offload, rounds, brief, work=work
+        graph,
+        prices,
+        space,
+        folding,
+        cap,
+        gap,
+        deadline,
+        recompute,
+        offload,
+        rounds,
+        brief,
+        programs or WrittenPrograms(),
+        work=work,
     )
     if cap is None:
         return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
@@ -125,6 +139,7 @@ class _PlacementSearch:
     offload: Offload
     rounds: int  # left, of solving for a plan that fits
     brief: bool  # whether those of few rounds will do, or none
+    programs: WrittenPrograms
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING  # left
     work: float = math.inf  # for a relaxation, and for branching, at most
@@ -255,7 +270,7 @@ class _PlacementSearch:
     def problem(
         self, *, rows: int | None, memory_price: MemoryPrice = FREE, relaxed: bool = False
     ) -> Problem:
-        return Problem(
+        return self.programs.problem(
             self.graph,
             self.prices,
             self.space,

@@ -30,6 +30,7 @@ from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import Solution, check_cutoff, choose
 from autopar.solve.placement.space import Space
+from autopar.solve.placement.written_programs import WrittenPrograms
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all
@@ -64,13 +65,14 @@ def choose_named(
     cutoff: float = math.inf,
     work: float = math.inf,
     brief: bool = False,
+    programs: WrittenPrograms | None = None,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
     Should no naming of what was chosen meet the cap, or all be far from the bound, the whole program is
     solved after all.
     """
-    alike = axes_alike(prices)
+    alike, programs = axes_alike(prices), programs or WrittenPrograms()
     ask = partial(
         choose,
         graph,
@@ -84,11 +86,12 @@ def choose_named(
         offload=offload,
         work=work,
         brief=brief,
+        programs=programs,
     )
     if not alike:
         return ask(space, bounded=bounded, cutoff=cutoff)
     nameless = partial(
-        Problem,
+        programs.problem,
         graph,
         prices,
         forget(space, alike),

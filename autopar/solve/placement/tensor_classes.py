@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.convert.network import Network, Numbers
+from autopar.convert.network import Network, Numbers, Placements
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout
@@ -35,6 +35,7 @@ class TensorClass:
     name: str
     members: list[str]
     network: Network = field(init=False)
+    asked: tuple[Placements, frozenset[Layout]] = field(init=False)  # what the network was asked for
     paid: dict[Phase, Numbers] = field(default_factory=dict)
 
     def used(self, values: Sequence[float], least: float) -> set[Move]:

@@ -182,6 +182,10 @@ def _in_blocks() -> None:
         with pytest.raises(InputError, match="in blocks"):
             write()
     weight.normal_().mul_(0.1)
+    take_plain_tensors(runner.tensors, weight.device_mesh, staged=True)  # each stage would draw for itself
+    for draw in (weight.normal_, lambda: torch.randn_like(weight)):
+        with pytest.raises(InputError, match=r"autopar.full\(parallel\)"):
+            draw()
 
 
 @pytest.mark.parametrize("kinds", [["batch"], ["filter"]])

@@ -1,0 +1,54 @@
+"""Programs that are written already: under other multipliers of what hides only their costs differ.
+
+    max over multipliers of   min over assignments of   costs under the multiplier        (mesh_search.py)
+
+To write a program takes longer than to solve its relaxation. Rows, variables and moves of all these programs
+are the same, so each is written once, and is given other costs from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autopar.core.graph import Graph
+from autopar.core.placement import Layout
+from autopar.cost.operators.prices import Prices
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.memory_price import FREE
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.space import Space
+
+MOST = 4  # programs that are remembered: of one mesh with names and without, folded and relaxed
+
+
+class WrittenPrograms:
+    """Programs of one graph on one mesh under several multipliers, the latest ones."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, Problem] = {}
+
+    def problem(self, graph: Graph, prices: Prices, space: Space, folding: Folding, **how: Any) -> Problem:
+        """The program that `Problem` writes, from one that differs by its costs alone if there is one."""
+        if prices.early or how.get("memory_price", FREE) != FREE:  # other costs depend on multipliers, too
+            return Problem(graph, prices, space, folding, **how)
+        key = _content(space), tuple(sorted(how.items(), key=lambda item: item[0]))
+        found = self.known.pop(key, None)
+        if found is None:
+            found = Problem(graph, prices, space, folding, **how)
+        elif found.prices is not prices:
+            found = found.under(prices)
+        self.known[key] = found
+        while len(self.known) > MOST:
+            del self.known[next(iter(self.known))]
+        return found
+
+
+def _content(space: Space) -> object:
+    """Equal for spaces of the same choices; strategies are those of one mesh, which lists share."""
+    strategies = tuple(tuple(map(id, each)) for each in space.strategies.values())
+    return strategies, _ends(space.inputs), _ends(space.outputs), space.gatherings
+
+
+def _ends(layouts: Mapping[str, Iterable[Layout]]) -> object:
+    return tuple((name, tuple(each)) for name, each in layouts.items())
