@@ -15,6 +15,7 @@ from autopar.core.operator_facts import _declared
 from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
 from autopar.runtime.compiled.fused_kernel import FUSED
+from autopar.trace.grouped_products import GROUPED_MM
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten
@@ -134,6 +135,14 @@ def test_a_sparse_product_multiplies_each_entry_with_a_row() -> None:
         assert training_flops(subject) == Flops(2 * 7 * 5, gradients * 2 * 7 * 5)
 
 
+def test_each_row_meets_the_matrix_of_its_own_group() -> None:
+    # 10 rows of 8 times one of three matrices of 8 x 9 each; backward is two such products
+    ends = TensorSpec((3,), torch.int32, False)
+    for target in (ATEN._grouped_mm.default, GROUPED_MM):
+        subject = call(target, x(10, 8), x(3, 8, 9), ends)
+        assert training_flops(subject) == Flops(2 * 10 * 8 * 9, 2 * 2 * 10 * 8 * 9)
+
+
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
 def test_every_mm_counts_alike(sizes: list[int]) -> None:
     m, k, n = sizes
@@ -145,4 +154,5 @@ def test_every_closed_form_is_proved() -> None:
     proved = {subject.target.overloadpacket for subject in CASES.values()}
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
     closed = {target.overloadpacket for target, facts in _declared.items() if facts.flops}
-    assert closed - proved == by_shape | {SPARSE, FUSED.overloadpacket}
+    by_hand = {SPARSE, FUSED.overloadpacket, ATEN._grouped_mm, GROUPED_MM.overloadpacket}
+    assert closed - proved == by_shape | by_hand
