@@ -4,12 +4,14 @@ accelerator = Accelerator(gradient_accumulation_steps=2)
 model, optimizer, loader, scheduler = accelerator.prepare(parallel, optimizer, loader, scheduler)
 
 prepare     the module stays as it is; loaders give every rank the whole batch, in one order
-gather      what a rank has is what all have
+gather      what a rank has is what all have; what is split between processes, all of it
 clip, save  over all ranks, and stages; files by the main process
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -111,6 +113,11 @@ class OneBatch:
         """The tensors themselves, which are equally long on all ranks."""
         self._require_whole("pad_across_processes")
         return tensor
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """All the inputs: ranks call one module together."""
+        yield inputs
 
     def _require_whole(self, call: str) -> None:
         """Raise InputError where each rank loads its own samples, of which no other knows."""

@@ -3,7 +3,7 @@
     transformers.Trainer(model=parallel, ...)           autopar.integrations.transformers.Trainer
     accelerate.Accelerator().prepare(parallel, ...)     autopar.integrations.accelerate.Accelerator
 
-Each has one entry that looks for a parallel module, once there is one in the process; frameworks that are
+Each has entries that look for a parallel module, once there is one in the process; frameworks that are
 imported later get theirs then.
 """
 
@@ -52,8 +52,13 @@ class _Later(MetaPathFinder):
 
 def _look_into(module: ModuleType) -> None:
     """Let the entry of the module's class look for a parallel module."""
-    kind, entry, change = ENTRIES[module.__name__]
-    owner = getattr(module, kind)
+    kind, entries, change = ENTRIES[module.__name__]
+    for entry in entries:
+        _look_at(getattr(module, kind), entry, change)
+
+
+def _look_at(owner: type, entry: str, change: Callable[[Any], None]) -> None:
+    """Let one entry look, which goes on in the class that the object has become, if that has its own."""
     function = getattr(owner, entry)
     if hasattr(function, "_looks"):
         return
@@ -62,7 +67,10 @@ def _look_into(module: ModuleType) -> None:
     def looking(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = any(isinstance(item, ParallelModule) for item in (*args, *kwargs.values()))
         if given and not hasattr(self, "knows_parallel"):
+            known = type(self).__mro__
             change(self)
+            added = [kind for kind in type(self).__mro__ if kind not in known and entry in vars(kind)]
+            return vars(added[0])[entry](self, *args, **kwargs) if added else function(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
     looking._looks = True  # type: ignore[attr-defined]
@@ -81,9 +89,10 @@ def _to_accelerator(accelerator: Any) -> None:
     become_parallel(accelerator)
 
 
-# By the module: a class, what is given its model first, and what changes an object of it.
-ENTRIES: dict[str, tuple[str, str, Callable[[Any], None]]] = {
-    "transformers.trainer": ("Trainer", "__init__", _to_trainer),
-    "accelerate.accelerator": ("Accelerator", "prepare", _to_accelerator),
+# By the module: a class, what is given its model first, and what changes an object of it. In
+# `accelerator.prepare(autopar.parallelize(...))` Python takes the method before there is a parallel module.
+ENTRIES: dict[str, tuple[str, tuple[str, ...], Callable[[Any], None]]] = {
+    "transformers.trainer": ("Trainer", ("__init__",), _to_trainer),
+    "accelerate.accelerator": ("Accelerator", ("prepare", "prepare_model"), _to_accelerator),
 }
 _later = _Later()

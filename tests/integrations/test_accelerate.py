@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar import ParallelModule
 from autopar.errors import InputError
 from tests.integrations.models import Net, beside_serial, gap, launched, loader, parallel
 from tests.pool import Pool
@@ -171,3 +172,34 @@ def test_every_rank_loads_all_samples_in_one_order(pools: Pools) -> None:
     (first, one), (second, other) = pools(2).run(_unseeded)
     assert one == other == 1
     assert len(first) == 20 and torch.equal(first, second)
+
+
+def _split_between() -> tuple[Tensor, Tensor]:
+    """Logits of inputs that are split between processes and gathered, and the serial model's."""
+    x, labels = next(iter(loader(8, 3)))
+    with launched(), torch.no_grad():
+        found = accelerator()
+        model = found.prepare(parallel(Net()))
+        with found.split_between_processes({"x": x, "labels": labels}) as mine:
+            ours = found.gather_for_metrics(model(**mine)["logits"])
+        return ours, Net()(x, labels)["logits"]
+
+
+def test_inputs_that_are_split_between_processes_stay_whole(pools: Pools) -> None:
+    for ours, theirs in pools(2).run(_split_between):
+        assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < EXACT
+
+
+def _in_one_expression() -> tuple[bool, int]:
+    """Whether the module stays as it is where `prepare` is looked up before there is a parallel module."""
+    kind = accelerate.Accelerator
+    with launched(), pytest.MonkeyPatch.context() as patch:
+        while hasattr(kind.prepare, "_looks"):
+            patch.setattr(kind, "prepare", kind.prepare.__wrapped__)
+        found = accelerator()
+        model = found.prepare(parallel(Net()))
+        return isinstance(model, ParallelModule), found.num_processes
+
+
+def test_a_module_is_known_that_is_made_within_the_call(pools: Pools) -> None:
+    assert pools(2).run(_in_one_expression) == [(True, 1)] * 2
