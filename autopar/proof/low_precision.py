@@ -4,9 +4,9 @@
     losses    |parallel - serial|, beside |serial - serial whose sums run in another order|: the spread
 
 The split itself is proved in float64. In low precision no two orders of sums agree, so that the spread is all
-that can be asked for there; a loss that is itself in low precision may be off by one rounding. A rerun sums in an order of its own, every other one in as many parts as there
-are ranks, whose sums are rounded, too (`sum_order`). Where a model has kernels whose order can't be changed,
-weights are rounded otherwise instead.
+that can be asked for there; a loss that is itself in low precision may be off by one rounding. A rerun sums
+in an order of its own, every other one in as many parts as there are ranks, whose sums are rounded, too
+(`sum_order`). Where a model has kernels whose order can't be changed, weights are rounded otherwise instead.
 """
 
 from __future__ import annotations
