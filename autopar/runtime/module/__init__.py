@@ -20,6 +20,7 @@ rank_states        what the ranks of all stages hold
 optimizers         optimizers on sharded parameters
 whole_steps        steps on whole parameters, or on parts as plain tensors
 optimizer_values   one value of an optimizer's state, between how it lies and serial order
+factored_moments   rows and columns of factored moments, in serial order and as parts run
 optimizer_states   state dicts of optimizers in serial order
 named_states       torch's state dicts by names, full or in shards
 clipping           gradient clipping over stages

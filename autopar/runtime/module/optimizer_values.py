@@ -1,9 +1,10 @@
 """One value of an optimizer's state, between how it lies on a rank and serial order.
 
 What is shaped as its parameter lies as that does, whether it is a DTensor or the rank's own part as a plain
-tensor. A number is the same on all ranks. Anything else (rows and columns of a factored moment, blocks of a
-quantized one) can be told only where torch knows how it lies and all parameters are stored in serial order;
-the rest is refused by name.
+tensor. A number is the same on all ranks. Rows and columns of a factored moment run as the parameter's parts
+do (factored_moments.py), or in serial order on the mesh of that name. Anything else (blocks of a quantized
+one) can be told only where torch knows how it lies and all parameters are stored in serial order; the rest is
+refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import InputError
+from autopar.runtime.module.factored_moments import to_parts, to_serial
 from autopar.runtime.module.stored import Stored, check_mesh
 from autopar.runtime.parameters.parameters import distribute, local
 
@@ -82,6 +84,12 @@ def whole(value: Tensor, subject: Subject) -> Tensor:
     """
     is_number = not value.dim() or (value.numel() == 1 and not isinstance(value, DTensor))
     is_laid = isinstance(value, DTensor) or value.shape == subject.parameter.shape
+    if isinstance(value, DTensor) and value.device_mesh == subject.stored.serial.mesh:
+        return value.full_tensor().detach()
+    if not is_number and isinstance(value, DTensor) and value.device_mesh == subject.parameter.device_mesh:
+        moment = to_serial(value, subject.parameter, subject.stored)
+        if moment is not None:
+            return moment
     can_tell = not subject.beside_apart and (is_laid or not subject.is_sharded)
     if not is_number and not can_tell:
         raise _unknown(value, subject)
@@ -144,23 +152,30 @@ def _number(value: Tensor, template: Tensor | None, subject: Subject) -> Tensor:
 
 
 def _of_other_shape(value: Tensor, template: Tensor | None, subject: Subject) -> Tensor:
-    mesh = subject.parameter.device_mesh
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if template is not None and template.shape == value.shape:
-        if isinstance(template, DTensor):
-            if template.placements != value_placements(mesh.ndim) and subject.beside_apart:
-                raise _unlike(value, subject)
-            moved = value.to(local(subject.parameter).device)
-            return distribute_tensor(moved, mesh, template.placements, src_data_rank=None).clone()
-        return value.clone()
+        return _like(template, value, subject) if isinstance(template, DTensor) else value.clone()
     if template is None and value.numel() == 1:
         return value.clone()
-    if template is None and not subject.is_sharded:
-        return DTensor.from_local(
-            value.to(local(subject.parameter).device).clone(), mesh, value_placements(mesh.ndim)
-        )
-    raise _unlike(value, subject)
+    moment = to_parts(value, subject.parameter, subject.stored) if template is None else None
+    if moment is None and (template is not None or subject.is_sharded):
+        raise _unlike(value, subject)
+    mesh, mine = subject.parameter.device_mesh, value if moment is None else moment
+    mine = mine.to(local(subject.parameter).device).clone()
+    return DTensor.from_local(mine, mesh, value_placements(mesh.ndim), run_check=False)
+
+
+def _like(template: DTensor, value: Tensor, subject: Subject) -> Tensor:
+    """The serial value as the optimizer's own lies."""
+    mesh = template.device_mesh
+    moment = (
+        None if mesh == subject.stored.serial.mesh else to_parts(value, subject.parameter, subject.stored)
+    )
+    if moment is None and template.placements != value_placements(mesh.ndim) and subject.beside_apart:
+        raise _unlike(value, subject)
+    moved = (value if moment is None else moment).to(local(subject.parameter).device)
+    return distribute_tensor(moved, mesh, template.placements, src_data_rank=None).clone()
 
 
 def value_placements(ndim: int) -> tuple[Replicate, ...]:

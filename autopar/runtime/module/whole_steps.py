@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.module.factored_moments import to_serial
 from autopar.runtime.module.optimizers import at_steps
 from autopar.runtime.module.stored import Stored
 from autopar.runtime.module.user_tree import UserTree
@@ -110,7 +111,7 @@ def _step_one(
 
     def plain(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != item.shape or not gathers:
-            return local(value) if isinstance(value, DTensor) else value
+            return _whole(value, item, stored) if isinstance(value, DTensor) else value
         return gather(value.detach(), stored.part, stored.key)
 
     stand_in = nn.Parameter(plain(item.detach()), item.requires_grad)
@@ -132,9 +133,17 @@ def _laid(value: Any, stand_in: Tensor, stored: Stored, mesh: DeviceMesh, *, gat
     """A value of the state as DTensors of the state are laid; numbers as the optimizer has them."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    if value.shape != stand_in.shape:  # rows or columns, which all ranks have
-        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if value.shape != stand_in.shape:  # rows or columns in serial order, which all ranks have
+        return DTensor.from_local(value, stored.serial.mesh, [Replicate()] * mesh.ndim, run_check=False)
     return stored.cut(value, mesh) if gathers else distribute(stored.part, value, mesh)
+
+
+def _whole(value: DTensor, item: DTensor, stored: Stored) -> Tensor:
+    """Take this rank's part, or rows and columns in serial order, which were loaded as the parts run."""
+    if value.shape == item.shape or value.device_mesh != item.device_mesh:
+        return local(value)
+    moment = to_serial(value, item, stored)
+    return local(value) if moment is None else moment
 
 
 @contextmanager

@@ -256,7 +256,7 @@ def test_permuted_weights_go_to_the_serial_model_and_back(pools: Pools, tmp_path
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps sums of rows, as Adafactor does."""
+    """Keeps sums of blocks, whose order isn't known."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -265,7 +265,7 @@ class Factored(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for item in self.param_groups[0]["params"]:
             if item.grad is not None and item.dim() == 2:
-                self.state[item]["row"] = (item.grad**2).sum(1)
+                self.state[item]["block"] = (item.grad**2).flatten().unflatten(0, (-1, 4)).sum(1)
 
 
 def _refusals() -> None:
@@ -282,7 +282,7 @@ def _refusals() -> None:
     swapped = {**state["state"], 0: state["state"][2], 2: {"exp_avg": torch.ones(5, 5)}}
     mixed = {**state["state"], 6: {**state["state"][6], "exp_avg": strange}}
     refused: dict[str, Callable[[], Any]] = {
-        r"row of qkv.weight .* shape \(24,\)": factored.state_dict,
+        r"block of qkv.weight .* shape \(48,\)": factored.state_dict,
         r"loading qkv.weight.* a DTensor of another mesh": lambda: ours.load_state_dict(
             {**full, "qkv.weight": strange}
         ),
