@@ -119,7 +119,7 @@ def _by_pattern(call: Call, kind: str) -> Footprint | None:
 
 
 def _learned(pattern: SizePattern, kind: str) -> tuple[Footprint, ResultShapes] | None:
-    """What calls of a pattern give and save, if it is the same at small and at large sizes but for shapes."""
+    """What calls of a pattern give and save, if it is alike at small and large sizes but for shapes."""
     try:
         small, large = (_observe_without_data(call, kind) for call in pattern.probes())
     except CostMissingError:  # sizes depend on each other

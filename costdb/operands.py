@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Call, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.errors import CostMissingError
 from autopar.runtime.sparse_kernel import SPMM, example
 
@@ -64,6 +65,27 @@ def random(call: Call, device: torch.device) -> Make:
     if call.target is SPMM:
         made = iter(example(specs(call), device))
         return lambda spec: next(made)
+    group_ends = facts_of(call.target).group_ends
+    if group_ends is not None:
+        rows = specs(call)[0].shape[0]
+        return _with_group_ends(_any_values(call, device), specs(call)[group_ends], rows)
+    return _any_values(call, device)
+
+
+def _with_group_ends(make: Make, ends: TensorSpec, rows: int) -> Make:
+    """Like `make`, but groups that are as long as each other and take all rows."""
+
+    def made(spec: TensorSpec) -> torch.Tensor:
+        values = make(spec)
+        if spec is ends:
+            steps = torch.arange(1, len(values) + 1, device=values.device)
+            return (steps * rows // len(values)).to(spec.dtype)
+        return values
+
+    return made
+
+
+def _any_values(call: Call, device: torch.device) -> Make:
     sizes = [size for spec in specs(call) if spec.dtype.is_floating_point for size in spec.shape if size]
     bound = min(sizes, default=1)
 

@@ -92,6 +92,7 @@ class Facts:
     local_form: LocalForm | None = None  # of a collective operator: a local call that costs about as much
     allows_tf32: bool = False  # in float32 on GPUs, unless torch is told otherwise
     gathers: bool = False  # reads of its first operand only what it gives
+    group_ends: int | None = None  # the operand that says where groups of operand 0's rows end
     rereads: Callable[[SizedCall], int] | None = None  # bytes that it reads more than once, each way
     whole_first: bool = False  # on CPUs: fills its result like operand 0 before it reduces it
 

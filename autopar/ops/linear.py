@@ -155,7 +155,7 @@ def _product(left: int, right: int, *, columns: int = -1) -> Callable[[SizedCall
 declare(aten.mm, aten.bmm, aten.matmul, aten.linear, flops=_flops(0, 1))
 declare(aten.addmm, aten.baddbmm, flops=_flops(1, 2))
 declare(aten.mm, aten.bmm, products=_product(0, 1))
-declare(aten._grouped_mm, GROUPED_MM, flops=_flops(0, 1), products=_product(0, 1))
+declare(aten._grouped_mm, GROUPED_MM, flops=_flops(0, 1), products=_product(0, 1), group_ends=2)
 declare(aten.linear, products=_product(0, 1, columns=0))
 declare(aten.addmm, aten.baddbmm, products=_product(1, 2))
 declare(aten.mm, aten.matmul, aten.bmm, aten.dot, aten.linear, sum_of=2)

@@ -74,7 +74,7 @@ class _Neighbours:
         """What they still measure counts for nobody."""
         for process in self.processes:
             process.kill()
-            with process:  # closes the pipes and waits
+            with suppress(OSError), process:  # closes the pipes, what it hasn't read is lost, and waits
                 pass
 
 

@@ -51,3 +51,10 @@ def test_whole_numbers_are_indices_along_every_dim_of_what_is_not_whole(
 def test_masks_keep_everything() -> None:
     (mask,) = made(spec(2, 3, dtype=MASK))
     assert mask.dtype == MASK and mask.all()
+
+
+def test_groups_of_rows_are_of_one_length_and_take_all_rows() -> None:
+    rows, matrices = spec(10, 8, dtype=torch.bfloat16), spec(4, 8, 16, dtype=torch.bfloat16)
+    call = Call(aten._grouped_mm.default, (rows, matrices, spec(4, dtype=torch.int32)), {})
+    *_, ends = fill(call, CPU, random(call, CPU))[2]
+    assert ends.tolist() == [2, 5, 7, 10] and ends.dtype == torch.int32

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -54,6 +56,16 @@ def test_nothing_is_started_before_something_is_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
     with busy_neighbours(TWO, wanted=True) as co_runners:
         assert co_runners is not None
+
+
+def test_a_neighbour_that_has_died_ends_without_a_word() -> None:
+    pipe = subprocess.PIPE
+    neighbours = module._Neighbours(1, 1)
+    neighbours.processes = [subprocess.Popen([sys.executable, "-c", ""], stdin=pipe, stdout=pipe)]
+    neighbours.processes[0].wait()
+    neighbours.measure([RELU])
+    neighbours.end()
+    assert neighbours.processes[0].stdin is not None and neighbours.processes[0].stdin.closed
 
 
 @pytest.mark.long

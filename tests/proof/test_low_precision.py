@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,32 @@ def test_a_cast_that_is_missing_is_found_by_its_kernel() -> None:
 @pytest.mark.parametrize(("loss", "passed"), [(0.01, True), (0.03, True), (0.04, False)])
 def test_losses_may_be_as_far_as_those_of_serial_reruns(loss: float, passed: bool) -> None:
     assert LowPrecision("bfloat16", 9, (), loss, spread=0.01).passed is passed
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(0.004, True), (0.0078125, True), (0.01, False)])
+def test_a_loss_in_low_precision_may_be_off_by_one_rounding(loss: float, passed: bool) -> None:
+    found = LowPrecision("bfloat16", 9, (), loss, spread=0.0, rounding=torch.finfo(torch.bfloat16).eps)
+    assert found.passed is passed and "one rounding of the loss is 7.8e-03" in str(found)
+
+
+def test_one_rounding_is_that_of_the_loss() -> None:
+    for forward, dtype in ((lambda z: z.mean(), torch.bfloat16), (lambda z: z.float().mean(), torch.float32)):
+        model = Model(nn.Linear(8, 8), forward)
+        case = Target(model, (torch.randn(4, 8),), {}, None, "")
+        request = Request(dtype=Precision.BF16, measure=False, schedule=None, force=Parallelism.BATCH)
+        report = check(case, ClusterSpec.local(2), request, steps=1)
+        assert report.low is not None and report.low.rounding == torch.finfo(dtype).eps
+
+
+class Model(nn.Module):
+    """A layer, and a loss of what it gives."""
+
+    def __init__(self, layer: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = layer, loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layer(x))
 
 
 def test_batch_norm_of_a_split_batch_keeps_the_dtype_of_its_samples() -> None:

@@ -25,7 +25,7 @@ class MemoryRows:
         self.paid: Terms = []  # what the price of memory adds to the costs
 
     def within(self, lp: LinearProgram) -> MemoryRows:
-        """The same terms in a program like this one, with costs of its own."""
+        """Move the terms to a program like this one that has costs of its own."""
         other = copy.copy(self)
         other.lp = lp
         return other

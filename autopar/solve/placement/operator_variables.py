@@ -64,7 +64,7 @@ class OperatorVariables:
                     self.memory.hold(cost.saved.extra_bytes * len(members), variable)
 
     def under(self, prices: Prices, lp: LinearProgram) -> OperatorVariables:
-        """The same variables in a program like this one, at other prices."""
+        """Move the variables to a program like this one, at other prices."""
         other = copy.copy(self)
         other.prices, other.lp = prices, lp
         for name, members in self.members.items():

@@ -136,11 +136,12 @@ def test_a_sparse_product_multiplies_each_entry_with_a_row() -> None:
 
 
 def test_each_row_meets_the_matrix_of_its_own_group() -> None:
-    # 10 rows of 8 times one of three matrices of 8 x 9 each; backward is two such products
+    # 10 rows of 8 times one of three matrices of 8 x 16 each; backward is two such products
     ends = TensorSpec((3,), torch.int32, False)
+    rows, matrices = (TensorSpec(shape, torch.bfloat16, True) for shape in ((10, 8), (3, 8, 16)))
     for target in (ATEN._grouped_mm.default, GROUPED_MM):
-        subject = call(target, x(10, 8), x(3, 8, 9), ends)
-        assert training_flops(subject) == Flops(2 * 10 * 8 * 9, 2 * 2 * 10 * 8 * 9)
+        subject = call(target, rows, matrices, ends)
+        assert training_flops(subject) == Flops(2 * 10 * 8 * 16, 2 * 2 * 10 * 8 * 16)
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
