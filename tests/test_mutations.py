@@ -28,7 +28,7 @@ from autopar.errors import AutoparError
 from autopar.ops.batch_norm import BatchNorm
 from autopar.ops.loss import CrossEntropy
 from autopar.proof import simulated
-from autopar.rewrite.split_stages import StageProgram
+from autopar.rewrite.split_stages import StageProgram, _Splitter
 from autopar.runtime.collectives import convolution as runtime_convolution
 from autopar.runtime.collectives import groups
 from autopar.runtime.parameters import gradient_buckets
@@ -317,7 +317,7 @@ def sum_a_mean_loss(patch: Patch) -> None:
 
 def draw_the_first_stages_masks(patch: Patch) -> None:
     """A later stage begins with the generator as the first one did, and draws its masks."""
-    patch.setattr(autopar.rewrite.split_stages, "_is_serial_draw", lambda node: False)
+    patch.setattr(_Splitter, "is_serial_draw", lambda self, node: False)
 
 
 def charge_shared_moves_twice(patch: Patch) -> None:

@@ -3,8 +3,8 @@
     rows [t, i]     matrices [e, i, o]     offsets [e], where each group ends     ->  [t, o]
 
 torch's kernel takes rows of 16 bytes and their multiples only, which a rank's part of i or o may not be: such
-parts get columns of zeros for the time. It knows no float64, in which proofs compute: there each matrix takes
-all rows, those of other groups as zeros.
+parts get columns of zeros for the time. Everywhere it takes bfloat16 alone; in other dtypes, as in float64, in
+which proofs compute, each matrix takes all rows, those of other groups as zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.trace.sparse_products import NAMESPACE
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes of rows, in torch's kernel
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of torch's kernel
+DTYPES = (torch.bfloat16,)  # of torch's kernel, whatever the device
 _Library: Any = torch.library.Library  # ships without types
 _library = _Library(NAMESPACE, "FRAGMENT")
 

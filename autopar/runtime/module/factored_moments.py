@@ -50,9 +50,9 @@ def to_parts(value: Tensor, parameter: DTensor, stored: Stored) -> Tensor | None
 
 
 def _orders(shape: Sequence[int], parameter: DTensor, stored: Stored) -> tuple[Order, ...] | None:
-    """The order of each dim of a factored moment, or None if it is none, or which dims it has can't be told.
+    """The order of each dim of a factored moment; None of other tensors, or if its dims can't be told.
 
-    It can't where another choice of dims gives another order, nor of a square whose sides differ in it: a
+    They can't where another choice of dims gives another order, nor of a square whose sides differ in it: a
     preconditioner has one dim of the parameter on both.
     """
     choices = _choices(tuple(shape), tuple(parameter.shape))
@@ -66,7 +66,7 @@ def _orders(shape: Sequence[int], parameter: DTensor, stored: Stored) -> tuple[O
 
 
 def _choices(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[tuple[int | None, ...]]:
-    """Which dims of the parameter the moment's may be, None for one of size 1 in the place of a dim."""
+    """Which dims of the parameter the moment's may be; None for a dim of size 1 instead."""
     dims = range(len(whole))
     absent = [
         tuple(dim for dim in dims if dim != gone)

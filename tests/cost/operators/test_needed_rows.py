@@ -55,10 +55,10 @@ def test_the_rank_with_the_most_entries_is_priced(factor: str) -> None:
 
 
 def test_a_rank_holds_its_block_in_both_forms() -> None:
-    """Of the fullest rank: 4 entries in 4 rows, by rows and by columns."""
+    """Of the fullest rank: 4 entries in 4 rows, by rows and by columns, with 4 bytes an index."""
     prices = prices_of([0, 4, 5, 6, 7], [0, 4, 5, 6, 7])
     (operation,) = prices.graph.operators
     rows, entries = 4 + 1, 4
     parts = prices.parts(operation, strategy(prices, "i"))
-    values = 8 * entries
-    assert sum(parts.values()) == 8 * (rows + 3 * entries + LENGTH + 1) + values
+    indices, values = 4 * (rows + 2 * entries + LENGTH + 1), 8 * entries
+    assert sum(parts.values()) == indices + 2 * values
