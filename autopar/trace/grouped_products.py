@@ -3,7 +3,7 @@
     rows [t, i]     matrices [e, i, o]     offsets [e], where each group ends     ->  [t, o]
 
 torch's kernel takes rows of 16 bytes and their multiples only, which a rank's part of i or o may not be: such
-parts get columns of zeros for the time. Everywhere it takes bfloat16 alone; in other dtypes, as in float64, in
+parts get columns of zeros for the time. Everywhere it takes bfloat16 alone; in other dtypes, as in float64 in
 which proofs compute, each matrix takes all rows, those of other groups as zeros.
 """
 
