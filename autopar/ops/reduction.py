@@ -76,7 +76,12 @@ class Mean(_Adding):
         if not site.sharding_axes(*(f"d{dim}" for dim in gone)):
             return (site.local_call(),)
         sizes, local = site.shape(), site.emitter.shape(site.values[0])
-        share = math.prod(local[dim] for dim in gone) / math.prod(sizes[dim] for dim in gone)
+        count = math.prod(sizes[dim] for dim in gone)
+        if site.has_empty_part():  # of which there is a sum, but no mean
+            keeps, dtype = bool(site.arguments.get("keepdim")), site["dtype"]
+            total = site.call(aten.sum.dim_IntList, site.values[0], gone, keeps, dtype=dtype)
+            return (site.call(aten.mul.Scalar, total, 1 / count),)
+        share = math.prod(local[dim] for dim in gone) / count
         return (site.call(aten.mul.Scalar, site.local_call(), share),)
 
     def samples(self) -> Iterable[Sample]:

@@ -9,6 +9,7 @@ P -> B for softmax, since each rank uses it for its shard; P -> R for logsumexp,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,10 +24,20 @@ aten = torch.ops.aten
 
 def shifted(site: Site, value: Handle, dims: Sequence[int], axes: Sequence[int]) -> tuple[Handle, Handle]:
     """(x - m, m), with m the maximum over `dims` on all ranks along `axes`; 0 where that is infinite."""
-    largest = site.call(aten.amax.default, site.call(aten.detach.default, value), list(dims), True)
+    known = site.call(aten.detach.default, value)
+    if site.has_empty_part():
+        known = site.call(aten.constant_pad_nd.default, known, _one_more(site, value, dims), -math.inf)
+    largest = site.call(aten.amax.default, known, list(dims), True)
     largest = site.reduce(largest, axes, target=torch.ops.autopar.max_reduce.default)
     largest = site.call(aten.masked_fill.Scalar, largest, site.call(aten.isinf.default, largest), 0.0)
     return site.call(aten.sub.Tensor, value, largest), largest
+
+
+def _one_more(site: Site, value: Handle, dims: Sequence[int]) -> list[int]:
+    """Pads `dims` by one element at their ends; pads count from the last dim."""
+    rank = len(site.emitter.shape(value))
+    along = {dim % rank for dim in dims}
+    return [pad for dim in reversed(range(rank)) for pad in (0, int(dim in along))]
 
 
 def sum_of_exponentials(site: Site, value: Handle, dims: Sequence[int]) -> Handle:

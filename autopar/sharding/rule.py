@@ -138,6 +138,12 @@ class Site(Instance):
     def local_operand_shape(self, operand: int) -> tuple[int, ...]:
         return self.dims.local_shape(self.operands[operand], self.operand_layout(operand), self.coordinate)
 
+    def has_empty_part(self, operand: int = 0) -> bool:
+        """Whether some rank's part of an operand holds no element, as of edges; the same on every rank."""
+        name, layout = self.operands[operand], self.operand_layout(operand)
+        everywhere = map(self.mesh.coordinate, range(self.mesh.num_devices))
+        return any(0 in self.dims.local_shape(name, layout, coordinate) for coordinate in everywhere)
+
     def axes(self, factor: str) -> tuple[int, ...]:
         """The mesh axes on which atom 0 of `factor` (or `factor` = "name.atom") is sharded."""
         return tuple(axis for axis, option in enumerate(self.strategy) if option.factor == factor)

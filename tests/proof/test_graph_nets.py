@@ -131,6 +131,39 @@ class MeanWithItself(SumOfNeighbours):
         return x.scatter_reduce(0, index, x[source], "mean", include_self=True)
 
 
+def weighed(reduce: Callable[[Tensor], Tensor]) -> type[SumOfNeighbours]:
+    """A net whose messages depend on all of them."""
+
+    class Weighed(SumOfNeighbours):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x, (source, target) = self.linear(x), edge_index
+            messages = x[source].tanh()
+            return torch.zeros_like(x).index_add(0, target, messages * reduce(messages))
+
+    return Weighed
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"),
+    [
+        ("mean", lambda messages: messages.mean(0)),
+        ("mean", lambda messages: messages.mean(0, keepdim=True)),
+        ("mean", lambda messages: messages.mean()),
+        ("softmax", lambda messages: messages.softmax(0)),
+        ("log_softmax", lambda messages: messages.log_softmax(0)),
+        ("logsumexp", lambda messages: messages.logsumexp(0)),
+    ],
+    ids=["mean", "mean kept", "mean of all", "softmax", "log_softmax", "logsumexp"],
+)
+def test_a_rank_without_edges_has_no_share_in_what_is_taken_of_all(
+    name: str, reduce: Callable[[Tensor], Tensor]
+) -> None:
+    """No edge leads to the last third of the vertices."""
+    source, destination = torch.arange(12) % VERTICES, torch.arange(12) % (2 * VERTICES // 3)
+    pins = {each: ["d0"] for each in (name, f"{name}_1")}
+    prove(weighed(reduce), 3, pins, structure=torch.stack([source, destination]))
+
+
 class LargestOfSegments(SumOfNeighbours):
     """Of messages many of which are zero, so that several are the largest."""
 
