@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from autopar.core.placement import B, Layout, P, Placement, R, Shard
 from autopar.errors import RuleError
 
 Price = Callable[[Move], float]
+Node = TypeVar("Node", bound=Hashable)
+Taken = TypeVar("Taken")
+Step: TypeAlias = tuple[Node, Taken, float]  # where it leads, what it takes, and its seconds
 
 
 def interesting(layouts: Iterable[Layout], *, differentiable: bool) -> tuple[tuple[Placement, ...], ...]:
@@ -43,47 +47,59 @@ def tree(
     source = canonical(source, differentiable=differentiable)
     wanted = [canonical(need, differentiable=differentiable) for need in needs]
     placements = interesting([source, *wanted, *through], differentiable=differentiable)
+
+    def leaving(layout: Layout) -> Iterator[Step[Layout, Move]]:
+        for move in moves(layout, placements):
+            if legal(move.target):
+                yield move.target, move, price(move)
+
     chosen: dict[Layout, Move] = {}
     for need in dict.fromkeys(wanted):
-        reached = {source, *chosen}
-        for move in _path(reached, need, price, placements, legal):
-            chosen.setdefault(move.target, move)
+        for target, move in _path({source, *chosen}, need, leaving, str):
+            chosen.setdefault(target, move)
     return tuple(chosen.values())
 
 
 def _path(
-    reached: set[Layout],
-    need: Layout,
-    price: Price,
-    placements: tuple[tuple[Placement, ...], ...],
-    legal: Callable[[Layout], bool],
-) -> list[Move]:
-    if need in reached:
-        return []
+    reached: Iterable[Node],
+    need: Node,
+    leaving: Callable[[Node], Iterable[Step[Node, Taken]]],
+    text: Callable[[Node], str],
+) -> list[tuple[Node, Taken]]:
+    """The cheapest steps from what is reached to a need: where each leads, and what it takes.
+
+    `leaving` gives the steps from a node. Equal paths are told apart by the order of what is reached, by `text`.
+    """
     order = itertools.count()
-    queue: list[tuple[float, int, Layout]] = [
-        (0.0, next(order), layout) for layout in sorted(reached, key=str)
-    ]
-    best = dict.fromkeys(reached, 0.0)
-    via: dict[Layout, Move] = {}
+    best = dict.fromkeys(sorted(reached, key=text), 0.0)
+    if need in best:
+        return []
+    queue = [(0.0, next(order), node) for node in best]
+    via: dict[Node, tuple[Node, Taken]] = {}
     while queue:
-        cost, _, layout = heapq.heappop(queue)
-        if layout == need:
+        cost, _, node = heapq.heappop(queue)
+        if node == need:
             break
-        if cost > best[layout]:
+        if cost > best[node]:
             continue
-        for move in moves(layout, placements):
-            total = cost + price(move)
-            if legal(move.target) and total < best.get(move.target, float("inf")):
-                best[move.target], via[move.target] = total, move
-                heapq.heappush(queue, (total, next(order), move.target))
+        for target, taken, seconds in leaving(node):
+            total = cost + seconds
+            if total < best.get(target, math.inf):
+                best[target], via[target] = total, (node, taken)
+                heapq.heappush(queue, (total, next(order), target))
     if need not in best:
-        raise _no_path(need)
-    found: list[Move] = []
-    while need not in reached:
-        found.append(via[need])
-        need = via[need].source
-    return found[::-1]
+        raise RuleError(
+            where="conversion",
+            found=f"no path to {text(need)}",
+            wanted="a legal path",
+            remedy="report this model",
+        )
+    steps: list[tuple[Node, Taken]] = []
+    while need in via:
+        node, taken = via[need]
+        steps.append((need, taken))
+        need = node
+    return steps[::-1]
 
 
 def tree_within(
@@ -106,49 +122,19 @@ def tree_within(
         of_interest = [all(map(_contains, placements, layout)) for layout in network.layouts]
         kept = np.array(of_interest)[network.target]
     prices = np.where(kept, seconds, np.inf).tolist()
+
+    def leaving(layout: int) -> Iterator[Step[int, int]]:
+        return ((network.targets[move], move, prices[move]) for move in network.leaving[layout])
+
+    def text(layout: int) -> str:
+        return str(network.layouts[layout])
+
     chosen: dict[int, int] = {}
     for need in dict.fromkeys(wanted):
-        reached = [network.place[source], *chosen]
-        for move in _path_within(network, reached, network.place[need], prices):
-            chosen.setdefault(int(network.target[move]), move)
+        for target, move in _path({network.place[source], *chosen}, network.place[need], leaving, text):
+            chosen.setdefault(target, move)
     return tuple(map(network.move, chosen.values()))
 
 
 def _contains(placements: tuple[Placement, ...], item: Placement) -> bool:
     return item in placements
-
-
-def _path_within(network: Network, reached: Sequence[int], need: int, prices: Sequence[float]) -> list[int]:
-    """The cheapest moves from what is reached to a need, all by their numbers."""
-    if need in reached:
-        return []
-    order = itertools.count()
-    by_text = sorted(reached, key=lambda layout: str(network.layouts[layout]))
-    queue = [(0.0, next(order), layout) for layout in by_text]
-    best = dict.fromkeys(reached, 0.0)
-    via: dict[int, int] = {}
-    targets, leaving = network.targets, network.leaving
-    while queue:
-        cost, _, layout = heapq.heappop(queue)
-        if layout == need:
-            break
-        if cost > best[layout]:
-            continue
-        for move in leaving[layout]:
-            total, target = cost + prices[move], targets[move]
-            if total < best.get(target, math.inf):
-                best[target], via[target] = total, move
-                heapq.heappush(queue, (total, next(order), target))
-    if need not in best:
-        raise _no_path(network.layouts[need])
-    found: list[int] = []
-    while need not in reached:
-        found.append(via[need])
-        need = int(network.source[via[need]])
-    return found[::-1]
-
-
-def _no_path(need: Layout) -> RuleError:
-    return RuleError(
-        where="conversion", found=f"no path to {need}", wanted="a legal path", remedy="report this model"
-    )
