@@ -68,7 +68,7 @@ def _path(
 ) -> list[tuple[Node, Taken]]:
     """The cheapest steps from what is reached to a need: where each leads, and what it takes.
 
-    `leaving` gives the steps from a node. Equal paths are told apart by the order of what is reached, by `text`.
+    `leaving` gives the steps from a node. Of equal paths the first counts, in the order of `text`.
     """
     order = itertools.count()
     best = dict.fromkeys(sorted(reached, key=text), 0.0)
