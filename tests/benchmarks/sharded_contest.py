@@ -148,7 +148,6 @@ def _ours(shape: Shape, costdb: str, *, overlap: bool, **asked: Any) -> Entrant:
         stages=1,
         micro_batches=1,
         optimizer="sgd-momentum",
-        measure=False,
         costdb=costdb,
         overlap=overlap,
         **asked,
