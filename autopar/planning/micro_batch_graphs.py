@@ -5,9 +5,9 @@
     first micro-batch ── trace ── graph ── numbers of the batch, sums without their counts ── the program's
 
 A trace writes down as numbers what Python knows of the batch: `loss.sum() / len(x)` divides by 3 in a part
-of 12 samples. Such numbers are the whole batch's in every part. And a mean over what the inputs count to
-(labels that are kept, weights of classes, a mask) becomes a sum, which the batch's count divides, known
-before the first part: so a part in which nothing counts adds 0, not 0/0.
+of 12 samples. Where parts add up to the batch such numbers are the whole batch's in every part. And a mean
+over what the inputs count to (labels that are kept, weights of classes, a mask) becomes a sum, which the
+batch's count divides, known before the first part: so a part in which nothing counts adds 0, not 0/0.
 """
 
 from __future__ import annotations
@@ -284,7 +284,10 @@ def untold(obstacle: str | None, call: Arguments, *, told: bool) -> InputError:
 
 
 def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | None]:
-    """The part's graph with the numbers of the whole batch's, and in what they differ beside the samples."""
+    """The part's graph with the numbers of the whole batch's, and in what they differ beside the samples.
+
+    A part of a loss that is no sum or mean counts by its share of the samples, with its own numbers.
+    """
     theirs = {item.name: item for item in whole.operators}
     ours = {item.name for item in part.operators}
     for item in part.operators:
@@ -301,6 +304,8 @@ def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | Non
     other = next(_other_constants(part, made, flow), None)
     if other is not None:
         return part, f"{other} is another number for fewer samples"
+    if flow.depth >= 2:
+        return part, None
     operators = tuple(_with_numbers(item, theirs[item.name]) for item in part.operators)
     values = {item.name: item.value for item in whole.inputs if item.value is not None}
     inputs = tuple(

@@ -210,6 +210,13 @@ def test_losses_that_parts_do_not_add_up_to_are_told(loss: Loss) -> None:
     assert "no plain mean or sum of samples: micro-batches, which count in the loss by their samples" in note
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_part_of_a_bent_loss_divides_by_its_own_length(count: int) -> None:
+    """So a sum over samples that Python divides, and a mean, add up by shares whatever else is no sum."""
+    found = assert_alike(net(lambda z, y: errors(z, y).sum() / len(z) + z.mean()), *data(), count=count)
+    assert not found.is_exact and found.cutting().by_share
+
+
 # Of a sample's four numbers as two by two, some dims first and then the rest.
 TWICE: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
     "sum of means": lambda z, dims: z.mean(dims).sum(),

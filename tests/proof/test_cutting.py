@@ -79,6 +79,16 @@ def test_a_loss_that_cutting_changes_fails() -> None:
     assert "the loss is no plain mean or sum of samples" in str(report)
 
 
+def per_sample(z: Tensor, y: Tensor) -> Tensor:
+    return z.square().sum() / len(z) + z.sigmoid().mean()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_sum_that_python_divides_beside_a_mean_is_computed_as_in_serial_parts(stages: int) -> None:
+    report = verified(layers(), batch(), per_sample, stages=stages)
+    assert report.verdict.passed, report
+
+
 def test_micro_batches_that_nobody_asked_for_leave_statistics_alone() -> None:
     report = verified(layers(nn.BatchNorm1d(8)), batch(), nn.CrossEntropyLoss(), micro_batches=None)
     assert report.passed and report.cutting is None and report.plan.pipeline.micro_batches == 1
