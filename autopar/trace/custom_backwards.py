@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
@@ -145,10 +146,20 @@ class _Tracer:
         return _Handle()
 
     def derive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of `autograd.grad`, which is traced like forward, but through no custom backward."""
+        """In place of `autograd.grad`, which is traced like forward, but through no custom backward.
+
+        Without `create_graph` its operators are in the graph like those with it, and the results are cut off.
+        """
+        if function is not torch.autograd.grad:
+            _refuse(
+                f"{function.__name__} inside forward",
+                "no writes to .grad there",
+                "take gradients by torch.autograd.grad(loss, tensors), and use what it returns",
+            )
         if not self.hooked:
             with suppress(CustomGradientError):
-                return function(*args, **kwargs)
+                found = function(*args, **kwargs)
+                return found if _creates_graph(args, kwargs) else tree_map_only(Tensor, Tensor.detach, found)
         _refuse(
             f"{function.__name__} inside forward through a backward or hook of its own",
             "gradients of torch's operators there",
@@ -171,6 +182,11 @@ class _Tracer:
             finally:
                 self.busy = False
         return self.known[key]
+
+
+def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `autograd.grad` asks for gradients that have gradients themselves."""
+    return bool(args[4] if len(args) > 4 else kwargs.get("create_graph"))
 
 
 def _written(place: Place, operands: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from autopar.sharding.strategies import find_atoms, options_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
-from autopar.trace.target import load_target
+from autopar.trace.target import Target, load_target
 from tests.trace.custom_backward_models import Flip, Net, made
 
 MODELS = Path(__file__).parent / "custom_backward_models.py"
@@ -214,7 +214,13 @@ def _derived_beside_a_hook(net: Net, h: Tensor) -> Tensor:
     return h + gradient.sum()
 
 
+def _accumulated(net: Net, h: Tensor) -> Tensor:
+    (h * h).sum().backward(retain_graph=True)
+    return h
+
+
 REFUSED = [
+    (_accumulated, "backward inside forward"),
     (lambda net, h: Foreign.apply(h, net), "Foreign, which computes with tensors that aren't its arguments"),
     (lambda net, h: Writing.apply(h * 2), "Writing, which writes to its argument"),
     (lambda net, h: Counting.apply(h)[0], "Counting, which returns int"),
@@ -278,3 +284,15 @@ def test_the_trace_leaves_generators_and_functions_as_they_were() -> None:
     x = torch.ones(2, requires_grad=True)
     Flip.apply(x, 0.5).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_gradients_that_forward_takes_have_gradients_where_it_asks_for_them(create: bool) -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        return h * torch.autograd.grad((h * h * h).sum(), h, create_graph=create)[0]
+
+    model, args = made(between)
+    report = check(
+        Target(model, args, {}, None, ""), ClusterSpec.local(2), Request(measure=False), steps=2, changes=0
+    )
+    assert report.passed, report
