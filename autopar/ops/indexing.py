@@ -21,7 +21,7 @@ from autopar.sharding.rule import Instance, Rule, Sample, register
 aten = torch.ops.aten
 
 
-def _broadcast(shape: Sequence[int], result: Sequence[int], prefix: str) -> Labels:
+def broadcast_labels(shape: Sequence[int], result: Sequence[int], prefix: str) -> Labels:
     """Labels of an operand that is broadcast to `result`: none where it has size 1 and that hasn't."""
     lead = len(result) - len(shape)
     return tuple(
@@ -78,10 +78,10 @@ class TakeAlongDim(Rule):
         if op["dim"] is None:
             return Equation(((None,) * len(op.shape(0)), (None,) * len(op.shape(1))), ((None,),))
         dim = op.dim(op["dim"])
-        source = _broadcast(op.shape(0), result, "d")
+        source = broadcast_labels(op.shape(0), result, "d")
         given = tuple(None if here == dim else label for here, label in enumerate(source))
         everywhere = tuple(f"d{here}" for here in range(len(result)))
-        picked = _broadcast(op.shape(1), result, "d")
+        picked = broadcast_labels(op.shape(1), result, "d")
         return Equation((given, picked), (everywhere,), linear=(frozenset({0}),))
 
     def samples(self) -> Iterable[Sample]:
@@ -135,7 +135,7 @@ class Index(Rule):
         free = [label for label in source if label]
         picked = tuple(f"i{here}" for here in range(count))
         indices = [
-            _broadcast(op.shape(1 + index), op.result_shape()[at : at + count], "i")
+            broadcast_labels(op.shape(1 + index), op.result_shape()[at : at + count], "i")
             for index in range(len(indexed))
         ]
         result = (*free[:at], *picked, *free[at:])

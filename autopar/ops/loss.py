@@ -38,6 +38,8 @@ class ElementwiseLoss(Rule):
         aten.kl_div.default,
         aten.poisson_nll_loss.default,
         aten.soft_margin_loss.default,
+        aten.hinge_embedding_loss.default,
+        aten.margin_ranking_loss.default,
     )
 
     def equation(self, op: Instance) -> Equation:
@@ -80,6 +82,36 @@ class ElementwiseLoss(Rule):
         yield Sample(aten.kl_div.default, (x.log_softmax(-1), y.softmax(-1), _SUM))
         yield Sample(aten.poisson_nll_loss.default, (x, y.exp(), True, True, 1e-8, _MEAN))
         yield Sample(aten.soft_margin_loss.default, (x, y.sign()), constant=("operand_1",))
+        yield Sample(aten.hinge_embedding_loss.default, (x, y.sign()), constant=("operand_1",))
+        yield Sample(aten.margin_ranking_loss.default, (x, y, y.sign(), 0.3), constant=("operand_2",))
+
+
+@register
+class VectorLoss(Rule):
+    """Losses of pairs or triples of vectors, one for each sample, then a mean or a sum."""
+
+    targets = (aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default)
+
+    def equation(self, op: Instance) -> Equation:
+        shapes = [op.shape(index) for index in range(len(op.operands))]
+        plain = len(shapes[0]) == 2 and all(shape[0] == shapes[0][0] for shape in shapes if shape)
+        rows: Labels = ("n" if plain else None,)
+        operands = tuple((*rows, *(None,) * (len(shape) - 1)) if shape else () for shape in shapes)
+        kept = len(op.result_shape()) > 0
+        return Equation(operands, (rows if kept else (),), {} if kept else {"n": Kind.CONTRACTED})
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        if site["reduction"] != _MEAN or not any(option.shards for option in site.strategy):
+            return (site.local_call(),)
+        total = site.local_call(reduction=_SUM)
+        return (site.call(aten.div.Scalar, total, site.shape()[0]),)
+
+    def samples(self) -> Iterable[Sample]:
+        x, y, z = torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 3)
+        for reduction in (_MEAN, _SUM, _NONE):
+            yield Sample(aten.triplet_margin_loss.default, (x, y, z, 1.0, 2.0, 1e-6, False, reduction))
+        signs = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
+        yield Sample(aten.cosine_embedding_loss.default, (x, y, signs, 0.2), constant=("operand_2",))
 
 
 @register

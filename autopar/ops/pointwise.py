@@ -25,12 +25,14 @@ _UNARY = (
     "frac logical_not bitwise_not isnan isinf isfinite clone contiguous alias detach lift_fresh_copy "
     "relu6 log_sigmoid softshrink hardshrink tanhshrink threshold positive zeros_like ones_like "
     "full_like empty_like to _to_copy nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
-    "erfinv fill zero "
+    "erfinv fill zero clip angle special_entr special_erfcx special_ndtr special_log_ndtr special_i0 "
 )
 _BINARY = (
     "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor "
     "bitwise_and bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax "
     "fmin hypot copysign true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__ "
+    "float_power ldexp heaviside nextafter isclose complex polar special_xlog1py bitwise_left_shift "
+    "bitwise_right_shift "
 )
 
 
@@ -56,7 +58,7 @@ _SCALING = {"mul", "div", "true_divide", "neg", "clone", "contiguous", "alias", 
 class Pointwise(Rule):
     """One result element from one element of each operand."""
 
-    targets = _overloads(_UNARY + " " + _BINARY)
+    targets = (*_overloads(_UNARY + " " + _BINARY), aten.max.other, aten.min.other)
     passes_layout_on = True
     numbers_alike = True
 
@@ -120,6 +122,10 @@ class Pointwise(Rule):
         yield Sample(aten.neg.default, (x,))
         yield Sample(aten.clamp.default, (x, -0.5, 0.5))
         yield Sample(aten.fill.Tensor, (x, torch.tensor(0.5)))
+        yield Sample(aten.min.other, (x, torch.randn(4, 1)))
+        yield Sample(aten.isclose.default, (x, x[:1].clone()))
+        yield Sample(aten.complex.default, (x, torch.randn(5)))
+        yield Sample(aten.polar.default, (x.abs(), torch.randn(4, 1)))
 
 
 @register

@@ -126,6 +126,16 @@ class WholeReduction(Rule):
         aten.all.dims,
         aten.count_nonzero.default,
         aten.count_nonzero.dim_IntList,
+        aten.median.default,
+        aten.median.dim,
+        aten.nanmedian.dim,
+        aten.mode.default,
+        aten.kthvalue.default,
+        aten.quantile.scalar,
+        aten.nanquantile.scalar,
+        aten.nansum.default,
+        aten.nanmean.default,
+        aten.std_mean.correction,
     )
 
     def equation(self, op: Instance) -> Equation:
@@ -149,6 +159,11 @@ class WholeReduction(Rule):
         yield Sample(aten.prod.dim_int, (x, 0))
         yield Sample(aten.any.dim, (x > 1, 2))
         yield Sample(aten.all.default, (x > 1,))
+        yield Sample(aten.median.dim, (x, 1))
+        yield Sample(aten.kthvalue.default, (x, 2, -1, True))
+        yield Sample(aten.quantile.scalar, (x, 0.3, 1))
+        yield Sample(aten.quantile.scalar, (x, 0.3))
+        yield Sample(aten.nanmean.default, (x, [1]))
 
 
 @register
@@ -159,6 +174,8 @@ class Scan(Rule):
         aten.cumsum.default,
         aten.cumprod.default,
         aten.logcumsumexp.default,
+        aten.cummax.default,
+        aten.cummin.default,
         aten.sort.default,
         aten.sort.stable,
         aten.argsort.default,
@@ -178,6 +195,7 @@ class Scan(Rule):
         yield Sample(aten.sort.default, (x, 0, True))
         yield Sample(aten.sort.stable, (x,), {"stable": True, "dim": -1})
         yield Sample(aten.topk.default, (x, 3))
+        yield Sample(aten.cummax.default, (x, 1))
 
 
 declare(aten.sum, sum_of=1)

@@ -96,7 +96,14 @@ class Permute(Rule):
         aten.swapaxes.default,
         aten.movedim.int,
         aten.movedim.intlist,
+        aten.moveaxis.int,
+        aten.moveaxis.intlist,
+        aten.swapdims.default,
         aten.numpy_T.default,
+        aten.mT.default,
+        aten.mH.default,
+        aten.adjoint.default,
+        aten.matrix_H.default,
     )
 
     def equation(self, op: Instance) -> Equation:
@@ -109,6 +116,8 @@ class Permute(Rule):
         yield Sample(aten.transpose.int, (torch.randn(3, 4, 5), 1, -1))
         yield Sample(aten.permute.default, (torch.randn(3, 4, 5), [2, 0, 1]))
         yield Sample(aten.t.default, (torch.randn(5, 4),))
+        yield Sample(aten.mT.default, (torch.randn(3, 4, 5),))
+        yield Sample(aten.mH.default, (torch.randn(3, 4, 5, dtype=torch.complex128),))
 
 
 @register

@@ -38,7 +38,8 @@ NAMES = """
     nn.functional.gelu nn.functional.relu nn.functional.silu add sub mul div where masked_fill clamp pow
     transpose permute t view reshape expand split chunk unbind cat stack narrow select nn.functional.pad
     unsqueeze squeeze flatten unflatten einsum fft.fft fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.fftn
-    view_as_complex
+    view_as_complex linalg.solve median nn.functional.grid_sample nn.functional.cosine_similarity
+    nn.functional.triplet_margin_loss nn.functional.cosine_embedding_loss
 """
 VARIANTS = {"cumsum": ("",), "nn.functional.pad": ("constant", "reflect")}
 BROADCASTS = (aten.expand.default, aten.broadcast_tensors.default)  # a loss makes its operands alike first

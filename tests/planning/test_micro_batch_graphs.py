@@ -189,6 +189,33 @@ def test_parts_that_count_by_samples_need_no_note(loss: Loss) -> None:
     assert not parts(net(loss), *data()).traced(2).graph.notes
 
 
+def of_pairs(z: Tensor, y: Tensor) -> Tensor:
+    pairs = z.unflatten(1, (2, 2))
+    return torch.linalg.inv(pairs.mT @ pairs + torch.eye(2)).square().mean()
+
+
+def of_patches(z: Tensor, y: Tensor) -> Tensor:
+    image = z.unflatten(1, (1, 2, 2))
+    read = F.grid_sample(image, F.affine_grid(z[:, None, :3].expand(-1, 2, -1), [len(z), 1, 2, 2], False))
+    return (F.unfold(read, 2) * F.cosine_similarity(z, one_hot(y))[:, None, None]).mean()
+
+
+APART: dict[str, Loss] = {
+    "matrices": of_pairs,
+    "patches": of_patches,
+    "lesser": lambda z, y: torch.min(z, one_hot(y)).square().mean(),
+    "windows": lambda z, y: (
+        z.unfold(1, 2, 1).sum(-1) * torch.cdist(z[:, None], one_hot(y)[:, None])[:, 0]
+    ).mean(),
+    "triples": lambda z, y: F.triplet_margin_loss(z, one_hot(y), z.flip(1)),
+}
+
+
+@pytest.mark.parametrize("loss", APART.values(), ids=APART)
+def test_samples_go_apart_through_operators_that_take_each_for_itself(loss: Loss) -> None:
+    assert assert_alike(net(loss), *data()).is_exact
+
+
 BENT: dict[str, Loss] = {
     "root": lambda z, y: F.mse_loss(z, one_hot(y)).sqrt(),
     "square of a mean": lambda z, y: z.mean(0).square().sum(),
