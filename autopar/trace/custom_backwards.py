@@ -10,7 +10,7 @@ other, and every hook, is one operator, which runs the user's own Python (`custo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -35,6 +36,12 @@ _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _DERIVES = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
+_UNFOLLOWED = "fake tensor in the exported program"  # what torch.export says of tensors inside of linear, say
+_TRANSFORMS: tuple[tuple[Any, str], ...] = (
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+    (vmap, "vmap_increment_nesting"),
+)
 _grad_fn: Any = torch.Tensor.grad_fn  # the attribute of every tensor
 _GRAD_FN = _grad_fn.__get__
 
@@ -52,7 +59,7 @@ def caught(model: nn.Module) -> Iterator[None]:
             return _without_gradients(function, args)
         return tracer.apply(function, args)
 
-    with patch.object(_Single, "apply", classmethod(apply), create=True), _Hooks(tracer):
+    with patch.object(_Single, "apply", classmethod(apply), create=True), _Hooks(tracer), tracer.told():
         yield
 
 
@@ -122,6 +129,7 @@ class _Tracer:
 
     busy: bool = False  # the user's code runs on stand-ins
     hooked: bool = False  # a tensor has a hook
+    derived: str | None = None  # the last line that took gradients
     known: dict[Any, _Judgement] = field(default_factory=dict)
 
     def apply(self, function: Any, args: tuple[Any, ...]) -> Any:
@@ -157,6 +165,7 @@ class _Tracer:
                 "take gradients by torch.autograd.grad(loss, tensors), and use what it returns",
             )
         if not self.hooked:
+            self.derived = calling_line()
             with suppress(CustomGradientError):
                 found = function(*args, **kwargs)
                 return found if _creates_graph(args, kwargs) else tree_map_only(Tensor, Tensor.detach, found)
@@ -165,6 +174,29 @@ class _Tracer:
             "gradients of torch's operators there",
             "take that gradient outside of the model, or without the Function or hook",
         )
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Within, derivatives that a trace can't follow are refused at their line."""
+        with ExitStack() as patches:
+            for module, entered in _TRANSFORMS:
+                patches.enter_context(
+                    patch.object(module, entered, partial(self._enter, getattr(module, entered)))
+                )
+            try:
+                yield
+            except RuntimeError as cause:
+                if self.derived is None or _UNFOLLOWED not in str(cause):
+                    raise
+                raise _outside(
+                    self.derived, "gradients of composed operators, which forward takes"
+                ) from cause
+
+    def _enter(self, enter: Any, *args: Any) -> Any:
+        """In place of what every transform of torch.func begins with."""
+        if self.busy:
+            return enter(*args)
+        raise _outside(calling_line(), "a transform of torch.func inside forward")
 
     def judged(
         self, call: FunctionCall | HookCall, operands: Sequence[Tensor], numbers: Sequence[float]
@@ -182,6 +214,16 @@ class _Tracer:
             finally:
                 self.busy = False
         return self.known[key]
+
+
+def _outside(where: str, found: str) -> TraceError:
+    return TraceError(
+        where=where,
+        found=found,
+        wanted="derivatives around the call",
+        remedy="return the output, and derive it by x.requires_grad_(); y = parallel(x); "
+        "torch.autograd.grad(y.sum(), x, create_graph=True), as often as you need",
+    )
 
 
 def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

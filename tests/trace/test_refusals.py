@@ -72,6 +72,28 @@ def test_what_the_code_itself_raises_or_gives_is_named_as_its_own(
     assert capfd.readouterr().err == ""
 
 
+DERIVED: dict[str, Callable[[Tensor], Any]] = {
+    "grad": lambda h: torch.autograd.grad(F.linear(h, torch.ones(2, 6)).tanh().sum(), h, create_graph=True)[
+        0
+    ],
+    "func.grad": lambda h: torch.func.grad(lambda z: z.tanh().sum())(h),
+    "jvp": lambda h: torch.func.jvp(torch.tanh, (h,), (h,))[1],
+    "vmap": lambda h: torch.vmap(lambda row: row.sum())(h),
+    "hessian": lambda h: torch.func.hessian(lambda z: z.sin().sum())(h),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_derivatives_that_a_trace_cannot_follow_are_taken_around_the_call(
+    derive: Callable[[Tensor], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TraceError, match="around the call") as refusal:
+        trace(Net(derive), (X,))
+    assert f"test_refusals.py:{derive.__code__.co_firstlineno}: " in refusal.value.where
+    assert "torch.autograd.grad(y.sum(), x, create_graph=True)" in refusal.value.remedy
+    assert len(str(refusal.value)) <= 400
+
+
 def test_words_and_lines_of_any_length_are_cut() -> None:
     def long(h: Tensor) -> Tensor:
         raise ValueError("x" * 10_000)
