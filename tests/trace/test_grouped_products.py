@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import autopar.ops  # noqa: F401  (registers every family)
-from autopar.trace.export import trace
 from autopar.trace.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
@@ -64,16 +63,3 @@ def test_one_by_one_groups_have_second_derivatives_and_a_form_for_tracers() -> N
         GROUPED_MM(rows, matrices, torch.empty(3, dtype=torch.int32)).sum().backward()
         assert rows.grad is not None and rows.grad.shape == (10, 5)
         assert matrices.grad is not None and matrices.grad.shape == (3, 5, 7)
-
-
-def test_experts_of_transformers_are_known_in_every_dtype() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    tokens = torch.randint(0, 16, (4, 6))
-    for dtype in (torch.float32, torch.bfloat16):
-        model = transformers.MixtralForCausalLM(config).to(dtype)
-        targets = [item.target for item in trace(model, (), {"input_ids": tokens}).graph.operators]
-        assert sum(target in (GROUPED_MM, aten._grouped_mm.default) for target in targets) == 2
