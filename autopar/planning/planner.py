@@ -370,4 +370,6 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     way = ", unless more are asked for"
     if parts.flow is None:
         way = ", unless batch_dims says where samples are" if parts.can_be_said() else ""
+        if parts.seems_one_sample:
+            return True, f"dim 0 of all inputs has one element, as of one sample: one micro-batch{way}"
     return True, f"{parts.obstacle}: one micro-batch{way}"
