@@ -140,11 +140,11 @@ class Alternatives:
 
     def ways(self, item: Operator) -> list[Factors]:
         """The ways to split an operator that keep to the forced kinds, the cheapest by themselves first."""
-        problem, offered = self.problem, strategies_of(item, self.problem.dims)
-        if problem.request.force is not None:
-            kinds = Kinds(self.graph, problem.dims)
-            offered = forced(item, offered, problem.request.force, kinds, problem.prices)
-        return self.cheapest_first(item, offered)
+        problem, every = self.problem, strategies_of(item, self.problem.dims)
+        force, kinds = problem.request.force, Kinds(self.graph, problem.dims)
+        return self.cheapest_first(
+            item, every if force is None else forced(item, every, force, kinds, problem.prices)
+        )
 
     def every_way(self, item: Operator) -> list[Factors]:
         """The ways to split an operator, whatever is forced."""
