@@ -95,8 +95,8 @@ def axis_heading(name: str, size: int) -> str:
 
 
 def operator_name(op: str) -> str:
-    """An operator of torch without namespace and overload; one of others without the default overload."""
-    if op.startswith("aten."):
+    """An operator of torch or autopar by its name alone; one of others without the default overload."""
+    if op.startswith(("aten.", "autopar")):
         return op.split(".")[1]
     return op.removesuffix(".default")
 

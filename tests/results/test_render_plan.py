@@ -305,3 +305,4 @@ def test_only_a_plan_without_a_gap_is_called_optimal() -> None:
 def test_operators_are_named_as_users_know_them() -> None:
     assert operator_name("aten.lstm.input") == "lstm" and operator_name("aten.add.Tensor") == "add"
     assert operator_name("mylib.product.default") == "mylib.product"
+    assert operator_name("autopar_graphs.product.default") == "product"
