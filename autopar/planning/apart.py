@@ -4,7 +4,8 @@ error           3 % of the seconds that are measured, 6 % of those interpolated,
 pure or mixed   that of what the two do differently: what they share is wrong alike
 mesh            the same, fewer axes before more
 stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps
-micro-batches   3 %, with as many stages fewer before more: wrong alike
+micro-batches   3 %, with as many stages nothing computed again before something, then fewer before more:
+                wrong alike
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ class Apart:
 
     def passed(self, decision: Decision, best: Decision) -> Alternative:
         """What a more complicated plan would promise beside the simpler one that is taken."""
-        ranks, count = complexity(decision)
+        ranks, recomputes, count = complexity(decision)
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
         name = f"{ranks} stages, " if ranks > 1 else ""
-        name += f"{count} micro-batches{kind}"
+        name += f"{count} micro-batches{kind}{', recomputing' if recomputes else ''}"
         return promise(name, decision.step.seconds, decision.step.peak_bytes, best.step.seconds)
 
 
@@ -116,8 +117,8 @@ def seconds_of(choice: Choice | Decision) -> float:
     return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
 
 
-def complexity(choice: Choice | Decision) -> tuple[int, int]:
-    """Stages, and micro-batches."""
+def complexity(choice: Choice | Decision) -> tuple[int, bool, int]:
+    """Stages, whether something is computed again, and micro-batches."""
     if isinstance(choice, Choice):
-        return choice.ranks, choice.micro_batches
-    return choice.request.pipeline_ranks, choice.request.micro_batches
+        return choice.ranks, choice.recomputes, choice.micro_batches
+    return choice.request.pipeline_ranks, choice.step.recomputes, choice.request.micro_batches

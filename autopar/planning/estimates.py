@@ -13,8 +13,9 @@ No cut is sought and no schedule run through, so these are hardly above what the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +32,22 @@ OTHERWISE = 1.05  # times as slow at most: what samples don't divide among devic
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """K and M on a mesh, with estimated seconds and bytes."""
+    """K and M on a mesh, with estimated seconds and bytes, and whether these ask for recomputing."""
 
     ranks: int
     mesh: Mesh
     micro_batches: int
     seconds: float
     nbytes: float
+    recomputes: bool = False
+
+
+class Point(NamedTuple):
+    """What a step takes, and whether something is computed again in it."""
+
+    seconds: float
+    nbytes: float
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +82,17 @@ class Screened:
     lean_bytes: int
     hidden_bytes: int = 0
 
-    def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
-        """The choice of the best schedule; without stages there are no `kinds`."""
-        found = [self.under(kind, micro_batches, cap) for kind in kinds or (None,)]
-        return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
-
-    def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
-        """With as much recomputed as it takes to meet the cap beside what hides: in proportion."""
+    def points(self, kind: ScheduleKind | None, micro_batches: int) -> Iterator[Point]:
+        """The step as it is, with what hides in the host's memory, and with all recomputed that can be."""
         seconds = self.seconds(kind, micro_batches)
+        hidden = self.hidden_bytes * self.count / micro_batches if kind is None else 0.0
         nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)
-        if kind is None:
-            nbytes -= min(max(0.0, nbytes - cap), self.hidden_bytes * self.count / micro_batches)
-        spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)
-        if nbytes > cap and spared > 0:
-            share = min(1.0, (nbytes - cap) / spared)
-            extra = micro_batches * self.scaled(self.recompute_seconds, micro_batches) / self.ranks
-            seconds, nbytes = seconds + share * extra, nbytes - share * spared
-        return Choice(self.ranks, self.mesh, micro_batches, seconds, nbytes)
+        yield Point(seconds, nbytes)
+        yield Point(seconds, nbytes - hidden)
+        lean = self.nbytes(kind, micro_batches, self.lean_bytes)
+        extra = micro_batches * self.scaled(self.recompute_seconds, micro_batches) / self.ranks
+        if lean < nbytes:
+            yield Point(seconds + extra, lean, recomputes=True)
 
     def seconds(self, kind: ScheduleKind | None, micro_batches: int) -> float:
         """Estimated seconds of a step if memory had no end."""
@@ -124,6 +128,32 @@ class Screened:
         """By how much the device with most samples has more than the average one."""
         samples = self.samples * self.count / micro_batches
         return sum(share * math.ceil(samples / by) * by / samples for by, share in self.shards.items())
+
+
+def choice_of(
+    alike: Sequence[Screened], micro_batches: int, kinds: Sequence[ScheduleKind], cap: float
+) -> Choice:
+    """The choice of the best schedule, without `kinds` of none, among assignments on one mesh."""
+    found = [
+        _mixed([point for each in alike for point in each.points(kind, micro_batches)], cap)
+        for kind in kinds or (None,)
+    ]
+    best = min(found, key=lambda each: (each.nbytes > cap, each.seconds))
+    return Choice(alike[0].ranks, alike[0].mesh, micro_batches, *best)
+
+
+def _mixed(points: Sequence[Point], cap: float) -> Point:
+    """The fastest that fits, of these or of any two in proportion; the smallest if none does."""
+    fitting = [each for each in points if each.nbytes <= cap]
+    if not fitting:
+        return min(points, key=lambda each: (each.nbytes, each.seconds))
+    found = list(fitting)
+    for one in points:
+        for other in fitting if one.nbytes > cap else ():
+            share = (one.nbytes - cap) / (one.nbytes - other.nbytes)
+            seconds = (1 - share) * one.seconds + share * other.seconds
+            found.append(Point(seconds, cap, one.recomputes or other.recomputes))
+    return min(found, key=lambda each: (each.seconds, -each.nbytes))  # no more is spared than need be
 
 
 def _flight(kind: ScheduleKind | None, ranks: int) -> float:

@@ -6,7 +6,7 @@
 
 Tracing a model and solving a mesh take seconds, and there are hundreds of choices (screening.py). So the
 choice of K and M rests on estimates; the plan says so. The simplest that fits is planned whatever its
-estimate is.
+estimate is, if no other of as few stages is.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def decide_all(
     simplest = min((each for each in few if each.nbytes <= screen.cap), key=complexity, default=None)
     for choice in few:
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
-        if choice is not simplest and choice.seconds >= room * fastest:
+        is_fewest = choice is simplest and all(each.request.pipeline_ranks > choice.ranks for each in found)
+        if not is_fewest and choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
         if found and is_over(deadline):
             break
@@ -150,7 +151,7 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
     simplest = min(alike, key=complexity, default=taken[0])
-    return taken if simplest in taken else [*taken, simplest]
+    return [simplest, *(each for each in taken if each is not simplest)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -22,7 +22,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph, InputKind
@@ -33,13 +32,15 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
+from autopar.cost.program.gathering import regathers
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.cost.program.step import move_seconds
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
 from autopar.planning.apart import IN_VAIN, error_of, margin
 from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.ask import Limits
-from autopar.planning.estimates import Choice, Screened, bottleneck
+from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.sharding.strategies import dims_of
@@ -60,12 +61,12 @@ MESHES = 2  # of two axes, screened for each K; within a node one
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 ROUGH = 0.02  # gap of the assignments that are screened
 SCREEN_WORK = 6 * SECOND  # of branching for one of them
-SCARCE = 0.5  # of the cap: more state than that, and a leaner assignment is screened too
+SCARCE = 0.5  # of the cap: more state than that, and leaner assignments are screened too
+LEANER = (1 / 16, 1.0)  # of a step's seconds, what all its bytes may cost there
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
-Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
 
 
-def _nearest(counts: Sequence[int], wanted: int) -> int:
+def _nearest(counts: Sequence[int], wanted: float) -> int:
     return min(counts, key=lambda count: (abs(math.log(count / wanted)), count))
 
 
@@ -75,6 +76,23 @@ class Sample:
 
     count: int
     graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The fastest assignment on a mesh, and what it and leaner ones were screened to be."""
+
+    screened: tuple[Screened, ...]
+    problem: MeshProblem
+    solution: Solution
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.problem.mesh
+
+    @property
+    def axes(self) -> int:
+        return len(self.mesh.shape)
 
 
 @dataclass(slots=True)
@@ -90,6 +108,7 @@ class Screen:
     deadline: float | None = None  # after which no more is looked at than what is there
     outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, Sample] = field(default_factory=dict)
+    fewest: int = 1  # micro-batches of which one fits, without stages, beside its state
     notes: tuple[str, ...] = ()
     left_out: dict[int, tuple[str, ...]] = field(default_factory=dict)  # meshes, by the number of stages
     model: CostModel = field(init=False)
@@ -156,10 +175,7 @@ class Screen:
             yield self.screen(ranks)
             return
         is_simple = self.is_simple()
-        alone = self.screen(1)
-        if not self.fits_at_once(alone):
-            self.about_sample()  # which of the other counts can be had
-        yield alone
+        yield (alone := self.unstaged())
         if ranks or is_simple or self.is_even(alone):
             return
         most = self.blocks()
@@ -196,9 +212,36 @@ class Screen:
         self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
         return True
 
+    def unstaged(self) -> list[Screened]:
+        """What is screened without stages: the whole batch, or if it doesn't fit as it is parts of it."""
+        if len(self.counts) == 1:
+            return self.screen(1)
+        alone = self.screen(1, is_probe=True)
+        if self.fits_at_once(alone):
+            return alone
+        self.about_sample()  # which of the other counts can be had
+        return self.screened_in_parts(alone) or self.screen(1)
+
     def fits_at_once(self, alone: Sequence[Screened]) -> bool:
-        """Whether a step without stages meets the cap with the fewest micro-batches."""
-        return any(each.choice(self.counts[0], (), self.cap).nbytes <= self.cap for each in alone)
+        """Whether a step without stages meets the cap with the fewest micro-batches as it is."""
+        count = self.counts[0]
+        return any(each.nbytes(None, count, each.saved_bytes) <= self.cap for each in alone)
+
+    def screened_in_parts(self, alone: Sequence[Screened]) -> list[Screened]:
+        """What is screened of the fewest micro-batches of which one fits as it is, and of half as many.
+
+        Of these something is computed again. Small ones compute slower, and each gathers what lies in shards,
+        which the whole batch tells nothing of."""
+        for place, count in enumerate(self.counts):
+            if all(each.saved_bytes * each.count > count * self.cap for each in alone):
+                continue
+            with contextlib.suppress(TraceError):
+                found, self.fewest = self.screen(1, self.traced(count)), count
+                if place and self.request.recompute is Recompute.AUTO and not is_over(self.deadline):
+                    fewer = _nearest(self.counts[:place], count / 2)
+                    found = [*self.screen(1, self.traced(fewer)), *found]
+                return found
+        return []
 
     def is_even(self, alone: Sequence[Screened]) -> bool:
         """Whether the best step without stages, by estimates, is hardly longer than what each device
@@ -232,8 +275,10 @@ class Screen:
         few.sort(key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))
         return [*flat, *few[: MESHES if stage.nodes > 1 else MESHES - 1]]
 
-    def screen(self, ranks: int) -> list[Screened]:
-        sample = self.sample(ranks)
+    def screen(self, ranks: int, sample: Sample | None = None, *, is_probe: bool = False) -> list[Screened]:
+        """The assignments that are looked at with so many pipeline ranks, of a `sample` of the batch; a probe
+        ends with the first if that doesn't fit."""
+        sample = sample or self.sample(ranks)
         request = replace(
             self.request,
             pipeline_ranks=1,
@@ -245,55 +290,73 @@ class Screen:
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
         found: list[Placed] = []
         for mesh in self.meshes(ranks):
-            if found and (is_over(self.deadline) or self.is_flat_enough(found[0][0])):
+            if found and (is_over(self.deadline) or self.is_flat_enough(found[0].screened)):
                 break
             problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
             try:
-                solution = self.placed(problem, FREE, waits=not found)
-                if ranks == 1:
-                    solution = self.hiding(problem, solution)
+                found.append(self.looked_at(problem, ranks, sample, leaner=not is_probe, waits=not found))
+                if is_probe and not self.fits_at_once(found[0].screened):
+                    break
             except SolverError:
                 self.notes += (f"mesh {mesh} was left out with {ranks} stages: its program takes too long",)
-                continue
-            found.append((self.screened(problem, solution, ranks, sample), problem, solution))
-        found = self.simpler(found)
-        _, problem, solution = min(found, key=self.place)
-        if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
-            price = solution.seconds / max(1, solution.peak.nbytes)
-            solution = self.placed(problem, MemoryPrice(state=price, saved=price))
-            return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
-        return [each for each, _, _ in found]
+        return [each for one in self.simpler(found) for each in one.screened]
 
-    def is_flat_enough(self, screened: Screened) -> bool:
-        """Whether devices on one axis hardly do more than compute what they share.
+    def looked_at(
+        self, problem: MeshProblem, ranks: int, sample: Sample, *, leaner: bool, waits: bool
+    ) -> Placed:
+        """The fastest assignment on a mesh, and where its state takes much of the memory leaner ones."""
+        fastest = self.placed(problem, FREE, waits=waits)
+        if ranks == 1:
+            fastest = self.hiding(problem, fastest)
+        solutions, price = [fastest], fastest.seconds / max(1, fastest.peak.nbytes)
+        scarce = fastest.peak.state / ranks > SCARCE * self.cap
+        if leaner and scarce and not is_over(self.deadline):
+            for share in LEANER if ranks == 1 else LEANER[-1:]:
+                with contextlib.suppress(SolverError):
+                    memory_price = MemoryPrice(state=share * price, saved=share * price)
+                    solutions.append(self.placed(problem, memory_price, waits=False))
+        screened = [self.screened(problem, each, ranks, sample) for each in solutions]
+        return Placed(tuple(screened), problem, fastest)
+
+    def is_flat_enough(self, alike: Sequence[Screened]) -> bool:
+        """Whether devices on one axis hardly do more than compute what they share, as memory allows.
 
         No mesh of more axes can be told from that one then."""
-        if len(screened.mesh.shape) > 1 or self.request.measure and self.model.here:
+        fastest = alike[0]
+        if len(fastest.mesh.shape) > 1 or self.request.measure and self.model.here:
             return False
-        count = screened.count
-        return screened.seconds(None, count) <= count * screened.work * (1 + NOISE)
+        best = min(self.rated(alike), key=self.rank, default=None)
+        count = best.micro_batches if best else fastest.count
+        is_node = self.cluster.stage(fastest.ranks).nodes == 1
+        if is_node and best and best.nbytes <= self.cap:
+            count = 1  # all links are alike: more axes spare memory and sums by little
+        if fastest.seconds(None, count) > count * fastest.scaled(fastest.work, count) * (1 + NOISE):
+            return False
+        if is_node or best is None:
+            return best is None or best.nbytes <= self.cap
+        kinds = self.kinds(best.ranks, count)
+        return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + SAME)
 
     def place(self, placed: Placed) -> tuple[float, float]:
         """Where the best choice on a mesh is in the order."""
-        return self.best([placed[0]]) or (math.inf, math.inf)
+        return self.best(placed.screened) or (math.inf, math.inf)
 
     def simpler(self, found: list[Placed]) -> list[Placed]:
         """Without the meshes of more axes that can't be told from one of fewer."""
         fastest = min(found, key=self.place)
-        _, problem, solution = fastest
-        for each in sorted(found, key=lambda each: (len(each[1].mesh.shape), self.place(each))):
-            other = each[1].mesh, each[2].program
-            if len(other[0].shape) >= len(problem.mesh.shape):
+        for each in sorted(found, key=lambda each: (each.axes, self.place(each))):
+            if each.axes >= fastest.axes:
                 break
-            apart = 1 + margin(solution.priced, other[1])
+            apart = 1 + margin(fastest.solution.priced, each.solution.program)
             if self.cluster.nodes == 1:  # alike, but for how often messages wait
                 apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
             if over <= least_over and seconds <= least * apart:
                 if least < (1 - SAME) * seconds:
-                    promised = f"mesh {problem.mesh} promises {1 - least / seconds:.1%} less by estimates"
-                    self.left_out[fastest[0].ranks] = (f"{promised}, {IN_VAIN}; the gap leaves it out",)
-                return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]
+                    promised = f"mesh {fastest.mesh} promises {1 - least / seconds:.1%} less by estimates"
+                    ranks = fastest.screened[0].ranks
+                    self.left_out[ranks] = (f"{promised}, {IN_VAIN}; the gap leaves it out",)
+                return [one for one in found if one.axes <= each.axes]
         return found
 
     def best(self, screened: Sequence[Screened]) -> tuple[float, float] | None:
@@ -345,7 +408,7 @@ class Screen:
             hiding=priced.prices.overlap * sum(price.behind for price in prices),
             shards=_shards(priced.graph, priced.program, samples, seconds),
             free=self.request.force is None,
-            fixed=launches * launch + _weight_seconds(priced, launch),
+            fixed=launches * launch + _weight_seconds(priced, launch) + _gathers(priced),
             hop_bytes=self.least_crossing(priced),
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
@@ -362,17 +425,23 @@ class Screen:
         return min(crossing[quarter : 3 * quarter + 1])
 
     def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
+        """The choices on each mesh that is among them, each by the sample that comes nearest."""
+        meshes: dict[tuple[int, Mesh], dict[int, list[Screened]]] = {}
         for each in screened:
-            for count in self.micro_batches(each.ranks):
-                kinds = self.kinds(each.ranks, count)
-                if kinds or each.ranks == 1:
-                    choice = each.choice(count, kinds, self.cap)
-                    outputs = self.outputs if each.ranks == count == 1 else 0
+            samples = meshes.setdefault((each.ranks, each.mesh), {})
+            samples.setdefault(each.count, []).append(each)
+        for (ranks, _), samples in meshes.items():
+            for count in self.micro_batches(ranks):
+                kinds = self.kinds(ranks, count)
+                if kinds or ranks == 1:
+                    choice = choice_of(samples[_nearest(list(samples), count)], count, kinds, self.cap)
+                    outputs = self.outputs if ranks == count == 1 else 0
                     yield replace(choice, nbytes=choice.nbytes + outputs)
 
     def micro_batches(self, ranks: int) -> list[int]:
         """Without stages 1, or as many as memory asks; with stages some for each."""
-        wanted = {_nearest(self.counts, ranks * times) for times in TIMES}
+        least = self.fewest if ranks == 1 else ranks
+        wanted = {_nearest(self.counts, many * times) for many in {ranks, least} for times in TIMES}
         if ranks > 1:
             wanted.update(count for count in self.counts if ranks <= count <= ranks * MOST_TIMES)
         return sorted(wanted)
@@ -416,6 +485,16 @@ def _weight_seconds(priced: PricedProgram, launch: float) -> float:
             moved = max(0.0, price.weights - price.launches * launch)
             seconds += moved * weights / max(1, weights + results)
     return seconds
+
+
+def _gathers(priced: PricedProgram) -> float:
+    """Seconds in which every micro-batch gathers weights that lie in shards, and scatters their gradients."""
+    parameters = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
+    found = sum(each.seconds for each in regathers(priced))
+    for value in priced.values.of.values():
+        if value.move is not None and value.name in parameters and not value.leads:
+            found += sum(move_seconds(priced.prices, value, name_is_weight=True))
+    return found
 
 
 def _shards(graph: Graph, program: Program, samples: int, seconds: Sequence[float]) -> dict[int, float]:

@@ -16,7 +16,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.step import StepCost
-from autopar.planning.estimates import OTHERWISE, Screened, bottleneck
+from autopar.planning.estimates import OTHERWISE, Screened, bottleneck, choice_of
 from autopar.planning.screening import Screen
 from autopar.planning.search import decide
 from autopar.trace.export import trace
@@ -61,10 +61,20 @@ def test_no_cut_has_a_faster_slowest_part(parts: int) -> None:
 def test_what_hides_comes_before_what_is_computed_again_and_of_one_stage_alone() -> None:
     one = replace(EVEN, ranks=1, slowest=3.0, hidden_bytes=10)
     for cap, seconds, nbytes in ((140, 12.0, 140), (135, 12.0, 135), (130, 12.0, 130), (115, 14.0, 115)):
-        found = one.under(None, 4, cap)  # 140 bytes; 4 seconds take 30 of them less
+        found = choice_of([one], 4, (), cap)  # 140 bytes; 4 seconds take 30 of them less
         assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(nbytes))
     staged = replace(EVEN, hidden_bytes=10)
-    assert staged.under(ScheduleKind.GPIPE, 4, 1) == EVEN.under(ScheduleKind.GPIPE, 4, 1)
+    kinds = (ScheduleKind.GPIPE,)
+    assert choice_of([staged], 4, kinds, 1) == choice_of([EVEN], 4, kinds, 1)
+
+
+def test_two_assignments_share_the_work_where_one_alone_does_not_fit() -> None:
+    """A step of 12 seconds takes 140 bytes, one of 16 with its state in shards 90."""
+    one = replace(EVEN, ranks=1, slowest=3.0, recompute_seconds=9.0)
+    leaner = replace(one, cost=StepCost(1.0, 3.0, 0.0, 0.0), slowest=4.0, state_bytes=50)
+    assert choice_of([one, leaner], 4, (), 115).seconds == pytest.approx(14.0)
+    assert choice_of([one], 4, (), 115).seconds > 14.0
+    assert choice_of([one, leaner], 4, (), 90).seconds == pytest.approx(16.0)
 
 
 def test_sums_of_gradients_hide_behind_the_last_backward_pass_of_larger_micro_batches_sooner() -> None:
@@ -125,13 +135,13 @@ def test_uneven_stages_and_uneven_samples_count() -> None:
 
 def test_a_schedule_that_keeps_too_much_is_not_counted_on() -> None:
     kinds, fixed = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.DUALPIPEV), replace(EVEN, lean_bytes=40)
-    roomy, tight = fixed.choice(4, kinds, 1e9), fixed.choice(4, kinds, 95)
+    roomy, tight = choice_of([fixed], 4, kinds, 1e9), choice_of([fixed], 4, kinds, 95)
     assert roomy.seconds == pytest.approx(EVEN.seconds(ScheduleKind.DUALPIPEV, 4))
     assert tight.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4))
 
 
 @pytest.mark.parametrize(("kind", "share"), [(ScheduleKind.ONE_F_ONE_B, 0.5), (ScheduleKind.DUALPIPEV, 0.6)])
 def test_as_much_is_computed_again_as_memory_asks_for(kind: ScheduleKind, share: float) -> None:
-    again = EVEN.choice(4, (kind,), 70)
+    again = choice_of([EVEN], 4, (kind,), 70)
     assert again.nbytes == pytest.approx(70)
     assert again.seconds == pytest.approx(EVEN.seconds(kind, 4) + 4 * share * 1.0 / 2)

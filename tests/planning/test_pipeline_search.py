@@ -25,7 +25,7 @@ from autopar.planning.apart import Apart, error_of, unlike
 from autopar.planning.estimates import Choice
 from autopar.planning.pipeline_search import _few, decide_all
 from autopar.planning.request import Request
-from autopar.planning.screening import ROUGH, Screen
+from autopar.planning.screening import ROUGH, Placed, Screen
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
 from autopar.solve.placement.search import CutoffError, Solution
@@ -86,7 +86,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
 
     def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
         asked.append(request.pipeline_ranks)
-        step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks])
+        step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks], recomputes=False)
         nothing: Any = None
         return Decision(nothing, step, cluster, request, None)
 
@@ -96,7 +96,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 
 
-@pytest.mark.parametrize(("nbytes", "planned"), [(0.0, [4, 2, 1]), (math.inf, [4, 2])])
+@pytest.mark.parametrize(("nbytes", "planned"), [(0.0, [2, 4, 1]), (math.inf, [2, 4])])
 def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     monkeypatch: pytest.MonkeyPatch, nbytes: float, planned: list[int]
 ) -> None:
@@ -115,13 +115,14 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
-    assert list(cutoffs) == planned and found.request.pipeline_ranks == planned[-1]
+    fastest = 1 if nbytes == 0 else 2
+    assert list(cutoffs) == planned and found.request.pipeline_ranks == fastest
     assert cutoffs.get(1, 2.2) == pytest.approx(2.2)
 
 
-def decision_of(stages: int, count: int, seconds: float) -> Decision:
+def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> Decision:
     nothing: Any = None
-    step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0)
+    step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0, recomputes=recomputes)
     return Decision(nothing, step, CLUSTER, Request(pipeline_ranks=stages, micro_batches=count), None)
 
 
@@ -149,6 +150,14 @@ def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
     passed = Apart(measured=False).passed(decision_of(8, 16, 0.95), decision_of(1, 1, 1.0))
     assert passed.name == "8 stages, 16 micro-batches" and passed.step_seconds == 0.95
     assert passed.reason.startswith("promises 5.0% less")
+    again = Apart(measured=False).passed(decision_of(1, 2, 0.95, recomputes=True), decision_of(1, 4, 1.0))
+    assert again.name == "2 micro-batches, recomputing"
+
+
+@pytest.mark.parametrize(("slower", "recomputes"), [(1.02, False), (1.04, True)])
+def test_more_micro_batches_stand_before_what_is_computed_again(slower: float, recomputes: bool) -> None:
+    fewer, more = decision_of(1, 2, 1.0, recomputes=True), decision_of(1, 4, slower)
+    assert Apart(measured=False).simplest([fewer, more]).step.recomputes == recomputes
 
 
 @pytest.mark.parametrize(
@@ -276,16 +285,16 @@ def test_a_mesh_that_is_left_out_is_told_with_what_it_promises(
     promised: float, told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autopar.planning.screening.margin", lambda *_: 0.03)
-    found: list[Any] = [
-        (
-            SimpleNamespace(ranks=1, seconds=seconds),
-            SimpleNamespace(mesh=mesh),
-            SimpleNamespace(program=0, priced=0),
-        )
-        for seconds, mesh in ((1.0, Mesh((4,))), (promised, Mesh((2, 2))))
-    ]
+
+    def placed(seconds: float, mesh: Mesh) -> Placed:
+        screened: Any = SimpleNamespace(ranks=1, seconds=seconds)
+        problem: Any = SimpleNamespace(mesh=mesh)
+        solution: Any = SimpleNamespace(program=0, priced=0)
+        return Placed((screened,), problem, solution)
+
+    found = [placed(seconds, mesh) for seconds, mesh in ((1.0, Mesh((4,))), (promised, Mesh((2, 2))))]
     screen: Any = SimpleNamespace(
-        place=lambda placed: (0.0, placed[0].seconds), cluster=SimpleNamespace(nodes=1), left_out={}
+        place=lambda placed: (0.0, placed.screened[0].seconds), cluster=SimpleNamespace(nodes=1), left_out={}
     )
     Screen.simpler(screen, found)
     notes = screen.left_out.get(1, ())

@@ -68,6 +68,10 @@ class Step:
     filling: tuple[StageCost, ...] = ()  # for which the schedule's waits are filled, if they are
 
     @property
+    def recomputes(self) -> bool:
+        return bool(self.solution.program.recompute)
+
+    @property
     def gap(self) -> float:
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
 
