@@ -146,12 +146,13 @@ def _refuse_for_range(**said: str | float | None) -> None:
 
 def _shown(found: Plan) -> CommandOutput:
     """A plan, with the picture of its stages if it has any."""
-    from autopar import api
     from autopar.results.draw_timeline import timeline_text
     from autopar.results.render_plan import render
 
     if not found.pipeline.is_staged:
         return CommandOutput(found.as_dict(), render(found))
+    from autopar import api  # which takes seconds to import
+
     return CommandOutput(found.as_dict(), Group(render(found), "", timeline_text(api.timeline(found))))
 
 

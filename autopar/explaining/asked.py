@@ -74,6 +74,8 @@ class Asked:
         """The plan of what is asked here as a change from something else."""
         if self.is_over:
             return Change(what, None, OVER)
+        if self.progress:
+            self.progress(0, 0, f"planning {what}")
         try:
             return Change(what, Outcome.of(self.hurried().plan()))
         except REFUSED as error:

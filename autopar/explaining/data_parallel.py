@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
+from autopar.explaining.constraints import flag
+from autopar.planning.options import NARROWING
 from autopar.results.difference import difference
 from autopar.results.plan import Plan
+from autopar.results.plan_words import gap_of
 from autopar.results.render_step import told_parts
 from autopar.units import show_bytes, show_seconds
 
 BATCH = "batch"
+PLAIN = {"force": BATCH, "stages": 1, "micro_batches": 1, "mesh": None, "schedule": None, "memory": None}
 SMALL = 0.1  # of the difference: parts that explain less are left out
 
 
@@ -20,7 +24,7 @@ def why_not(asked: Asked, plan: Plan) -> str:
         return "There is one device: nothing to share the samples with."
     if is_data_parallel(plan):
         return "This is plain data parallelism: every operator with products splits the samples alone."
-    plain = asked.saying(force=BATCH, stages=1, micro_batches=1, mesh=None, schedule=None, memory=None)
+    plain = asked.saying(**PLAIN)
     if plain.is_over:
         return f"Plain data parallelism wasn't planned: {OVER}."
     plain = plain.hurried()
@@ -31,7 +35,15 @@ def why_not(asked: Asked, plan: Plan) -> str:
     if plan.memory_cap is not None and other.peak_bytes > plan.memory_cap:
         needs, cap = show_bytes(other.peak_bytes), show_bytes(plan.memory_cap)
         return f"Plain data parallelism doesn't fit: it needs {needs} a device, and the cap is {cap}."
-    return compared(plan, other)
+    return compared(plan, other, said=said_of(asked, plan))
+
+
+def said_of(asked: Asked, plan: Plan) -> str:
+    """What was asked for and keeps from plain data parallelism, as flags; "" if nothing."""
+    names = [name for name in NARROWING if name in PLAIN and asked.options.get(name) is not None]
+    cut = plan.pipeline.is_staged or plan.pipeline.micro_batches > 1
+    told = [name for name in names if name not in ("stages", "micro_batches", "schedule") or cut]
+    return ", ".join(flag(name, asked.options[name]) for name in told)
 
 
 def is_data_parallel(plan: Plan) -> bool:
@@ -41,8 +53,8 @@ def is_data_parallel(plan: Plan) -> bool:
     return whole and bool(heavy) and all(set(layer.kinds) == {BATCH} for layer in heavy)
 
 
-def compared(plan: Plan, other: Plan) -> str:
-    """The sentence that compares two steps by their parts."""
+def compared(plan: Plan, other: Plan, *, said: str = "") -> str:
+    """The sentence that compares two steps by their parts, where `said` are options against the other."""
     more = other.step_seconds - plan.step_seconds
     share = abs(more) / plan.step_seconds if plan.step_seconds else 0.0
     told = told_parts(difference(plan, other).parts, least=SMALL * abs(more))
@@ -50,5 +62,14 @@ def compared(plan: Plan, other: Plan) -> str:
     text += f"{show_seconds(abs(more))} ({share:.0%}) {'more' if more >= 0 else 'less'}"
     text += f": {', '.join(told)}" if told else ""
     if more < 0:
-        text += "; it isn't taken because options or what predictions can tell apart keep to the plan"
+        text += f"; it isn't taken because {_reason(plan, -more, said)}"
     return f"{text}."
+
+
+def _reason(plan: Plan, less: float, said: str) -> str:
+    """Why plain data parallelism isn't taken although it takes so many seconds less."""
+    if said:
+        return f"of {said}"
+    if less <= plan.gap * plan.step_seconds:
+        return f"the search, whose gap is {gap_of(plan.gap)}, hadn't found it"
+    return "predictions can't tell the two apart"

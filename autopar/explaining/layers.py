@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph, Operator
+from autopar.core.strategy import Strategy
 from autopar.errors import InputError, show_value
 from autopar.explaining.asked import REFUSED, SHARE, reason_of
 from autopar.planning.ask import Limits
@@ -26,7 +27,7 @@ from autopar.results.plan import Layer, Plan
 from autopar.sharding.strategies import strategies_of
 from autopar.solve.deadline import after
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.space import Kinds, undominated
+from autopar.solve.placement.space import Kinds, forced, undominated
 
 MOST = 12  # ways to split a layer that are solved, the cheapest by themselves
 FEW = 3  # where several layers are explained
@@ -105,6 +106,7 @@ class Alternatives:
             others=tuple(sorted(others, key=_order)),
             untried=len(ways) - len(others),
             late=len(ways[:most]) - len(others),
+            unforced=len({*self.every_way(item)} - {*ways, chosen.strategy}),
         )
 
     def tried(self, index: int, names: Sequence[str], ways: Sequence[Factors]) -> Iterator[Choice]:
@@ -137,9 +139,21 @@ class Alternatives:
         return [each.name for each in self.graph.operators if class_of[each.name] == class_of[item.name]]
 
     def ways(self, item: Operator) -> list[Factors]:
-        """The ways to split an operator, the cheapest by themselves first."""
+        """The ways to split an operator that keep to the forced kinds, the cheapest by themselves first."""
+        problem, every = self.problem, strategies_of(item, self.problem.dims)
+        force, kinds = problem.request.force, Kinds(self.graph, problem.dims)
+        return self.cheapest_first(
+            item, every if force is None else forced(item, every, force, kinds, problem.prices)
+        )
+
+    def every_way(self, item: Operator) -> list[Factors]:
+        """The ways to split an operator, whatever is forced."""
+        return self.cheapest_first(item, strategies_of(item, self.problem.dims))
+
+    def cheapest_first(self, item: Operator, offered: Sequence[Strategy]) -> list[Factors]:
+        """What strategies split, those of the fewest seconds by themselves first."""
         prices, found = self.problem.prices, dict[Factors, float]()
-        for strategy in undominated(item, strategies_of(item, self.problem.dims), prices):
+        for strategy in undominated(item, offered, prices):
             factors = tuple(option.factor if option.shards else None for option in strategy)
             seconds = prices.operator(item, strategy).seconds
             found[factors] = min(seconds, found.get(factors, seconds))

@@ -41,8 +41,8 @@ Said = Mapping[str | int, int | None]  # dims that hold the samples, by path or 
 _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # that are no sizes
 MOST_GUESSES = 4  # of dims that may hold samples, before a refusal leaves out that they can be said
 WEIGHED = (
-    "every micro-batch counts in the loss by what its inputs count to (labels that are kept, class weights, "
-    "masks), of the whole batch's"
+    "each micro-batch counts in the loss by its share of what the whole batch's inputs count to (labels that "
+    "are kept, class weights, masks)"
 )
 
 
@@ -84,6 +84,12 @@ class Parts:
             change=self.obstacle,
             by_statistics=depth == 1,
         )
+
+    @property
+    def seems_one_sample(self) -> bool:
+        """Whether the first dim of every tensor of the call has one element."""
+        shapes = [tuple(tensor.shape) for tensor in self.call.tensors if tensor.dim()]
+        return bool(shapes) and all(shape[0] == 1 for shape in shapes)
 
     def can_be_said(self) -> bool:
         """Whether the user can say where samples are: some dims give parts that compute what the batch does.

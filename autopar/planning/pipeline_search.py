@@ -108,9 +108,10 @@ def decide_all(
     if not found:
         raise _least(failures, len(few))
     best = apart.simplest(found)
-    note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
+    told = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     others = [each for each in found if each.step.seconds < best.step.seconds]
-    notes = note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
+    note = (told,) if len(choices) > 1 else ()
+    notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
     return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
 
 

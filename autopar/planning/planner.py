@@ -344,7 +344,7 @@ def _more_micro_batches(graph: Graph, request: Request) -> str:
 
 def _more_parts(parts: Parts) -> str:
     """How micro-batches, which aren't chosen for a model that mixes samples, can be had."""
-    if parts.flow is None and not parts.can_be_said():
+    if parts.flow is None and (parts.seems_one_sample or not parts.can_be_said()):
         return "take a smaller batch, which can't be cut into micro-batches"
     if parts.flow is None:
         return "say which dims hold samples (batch_dims), and so allow micro-batches"
@@ -370,4 +370,6 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     way = ", unless more are asked for"
     if parts.flow is None:
         way = ", unless batch_dims says where samples are" if parts.can_be_said() else ""
+        if parts.seems_one_sample:
+            return True, f"dim 0 of all inputs has one element, as of one sample: one micro-batch{way}"
     return True, f"{parts.obstacle}: one micro-batch{way}"

@@ -218,11 +218,11 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     everywhere = step.cut.places == len(graph.operators)
     places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
     if len(graph.operators) <= MOST_OPERATORS:
-        return (*counted, "the gap is to all assignments and all their cuts")
+        return (*counted, "the gap covers all ways to split operators, with all cuts into stages")
     return (
         *counted,
-        f"the gap is to all cuts of this assignment{places}, and to all assignments by the sum of "
-        "their stages' seconds",
+        f"the gap covers all cuts{places} into stages of operators that are split as here; of other splits "
+        "it counts what stages compute and exchange, without their waits",
     )
 
 

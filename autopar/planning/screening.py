@@ -252,10 +252,11 @@ class Screen:
         least = min(each.work_seconds for each in alone)
         if min(fitting, default=math.inf) > least * (1 + error_of(0.0)):
             return False
-        self.notes += (
-            "no stages: without them devices do hardly more than compute what they share, by less than what "
-            "predictions are off by",
-        )
+        if self.cluster.num_devices > 1:
+            self.notes += (
+                "no stages: without them devices do hardly more than compute what they share, by less than "
+                "what predictions are off by",
+            )
         return True
 
     def blocks(self) -> int:

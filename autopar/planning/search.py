@@ -144,7 +144,7 @@ def decide(
         if is_over(deadline):
             break
         if progress:
-            progress(0, 0, f"found a step of {show_seconds(best.step.seconds)}")
+            progress(0, 0, f"the best plan so far takes {show_seconds(best.step.seconds)} a step")
         budget.limit(left(deadline))
         known, wanted = model, _wanted(best, deadline, runners_up=number == 0)
         model = model.measure(wanted, database, progress, co_runners, budget)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.core.fingerprint import Difference as FirstDifference
 from autopar.results.plan import Layer, Plan
 from autopar.results.plan_words import splits_of
 from autopar.results.step_parts import StepParts
 from autopar.results.text import html_of, text_of
+from autopar.units import show_bytes
+
+SIZES = re.compile(r"\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,34 @@ def difference(before: Plan, after: Plan, *, names: tuple[str, str] = ("first", 
         settings=tuple(_settings(before, after)),
         layers=tuple(changed),
         same_layers=len(pairs) - len(changed),
-        graph="" if first is None else f"{first.where}: {first.planned} and {first.here}",
+        graph="" if first is None or _cut_otherwise(before, after) else _where(first),
     )
+
+
+def _where(first: FirstDifference) -> str:
+    """Where two programs first differ, and what stands there in each."""
+    return f"{first.where}: {first.planned} and {first.here}"
+
+
+def _cut_otherwise(before: Plan, after: Plan) -> bool:
+    """Whether two programs are those of one model for parts of one batch: micro-batches of other sizes."""
+    counts = before.pipeline.micro_batches, after.pipeline.micro_batches
+    pairs = list(zip(before.graph.inputs, after.graph.inputs, strict=False))
+    alike = len(before.graph.inputs) == len(after.graph.inputs)
+    alike = alike and all(SIZES.sub("", a) == SIZES.sub("", b) for a, b in pairs)
+    changed = [(_sizes(a), _sizes(b)) for a, b in pairs if a != b]
+    return counts[0] != counts[1] and alike and all(_are_parts(a, b, counts) for a, b in changed)
+
+
+def _sizes(line: str) -> list[int]:
+    """The sizes of an input's tensor."""
+    return [int(size) for sizes in SIZES.findall(line) for size in sizes.split(",") if size]
+
+
+def _are_parts(before: list[int], after: list[int], counts: tuple[int, int]) -> bool:
+    """Whether two tensors are parts of one, cut along one dim into so many each."""
+    changed = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
+    return len(changed) == 1 and changed[0][0] * counts[0] == changed[0][1] * counts[1]
 
 
 def _changed(before: Layer, after: Layer) -> LayerChanged:
@@ -138,7 +169,7 @@ def _set(plan: Plan) -> tuple[str, ...]:
     return (
         plan.cluster,
         str(plan.mesh),
-        "none" if plan.memory_cap is None else f"{plan.memory_cap} bytes",
+        "none" if plan.memory_cap is None else f"{show_bytes(plan.memory_cap)} ({plan.memory_cap} bytes)",
         str(pipeline.ranks),
         begins or "the whole is one stage",
         str(pipeline.micro_batches),

@@ -104,7 +104,8 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class LayerChoices:
     """A layer, with `equal` ones that are pinned alike; `others` are the other ways to split it, the cheapest
-    first. `untried` more were not solved: `late` of them for want of time, others have a dearer operator."""
+    first. `untried` more were not solved: `late` of them for want of time, others have a dearer operator.
+    Beside them there are `unforced` ones, that the forced kinds of parallelism leave out."""
 
     name: str
     op: str
@@ -113,6 +114,7 @@ class LayerChoices:
     others: tuple[Choice, ...]
     untried: int = 0
     late: int = 0
+    unforced: int = 0
 
     @property
     def runner_up(self) -> Choice | None:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-
-from autopar.results.plan import Layer
+from typing import Protocol
 
 WHOLE = "whole"
 KINDS = {
     "batch": "some of the samples",
     "domain": "a part of every sample (its space or sequence)",
     "filter": "some output channels, and their weights",
-    "channel": "some input channels, and their weights; what devices compute is added up",
+    "channel": "some input channels, and their weights; their results are summed",
 }
 FACTORS = {
     "n": "samples",
@@ -35,6 +34,18 @@ FACTORS = {
 }
 DIM = re.compile(r"([a-z])(\d+)((?:\.\d+)?)")  # d1, or d1.0: the first of the sizes that make up dim 1
 SPACE = 2  # the dim at which s0, space behind samples and channels, begins
+UNKNOWN = "unknown"
+NO_BOUND = 0.995  # from this gap on nothing was proved that says more than a step of 0 s
+
+
+class Split(Protocol):
+    """What is split on each axis, by a factor of some kind or not at all."""
+
+    @property
+    def strategy(self) -> tuple[str | None, ...]: ...
+
+    @property
+    def kinds(self) -> tuple[str | None, ...]: ...
 
 
 def split_of(kind: str | None, factor: str | None) -> str:
@@ -54,12 +65,12 @@ def factor_name(factor: str) -> str:
     return f"dim {int(number) + (SPACE if letter == 's' else 0)}{size}"
 
 
-def splits_of(layer: Layer) -> list[str]:
+def splits_of(layer: Split) -> list[str]:
     """How an operator is split on each axis."""
     return [split_of(kind, factor) for kind, factor in zip(layer.kinds, layer.strategy, strict=True)]
 
 
-def legend(layers: Iterable[Layer]) -> list[tuple[str, str]]:
+def legend(layers: Iterable[Split]) -> list[tuple[str, str]]:
     """The words of the table, of those that are in it, and what they mean."""
     own = list(layers)
     kinds = {kind for layer in own for kind in layer.kinds if kind}
@@ -84,5 +95,27 @@ def axis_heading(name: str, size: int) -> str:
 
 
 def operator_name(op: str) -> str:
-    """An operator without its namespace."""
-    return op.removeprefix("aten.").removesuffix(".default")
+    """An operator of torch or autopar by its name alone; one of others without the default overload."""
+    if op.startswith(("aten.", "autopar")):
+        return op.split(".")[1]
+    return op.removesuffix(".default")
+
+
+def gap_of(gap: float) -> str:
+    """A gap as it is printed."""
+    return UNKNOWN if gap >= NO_BOUND else f"{gap:.2%}"
+
+
+def how_it_ended(status: str, gap: float) -> str:
+    """How the search ended, with a comma; nothing where the gap says it all."""
+    if status == "time_limit":
+        return "stopped by the time limit, "
+    return "optimal, " if status == "optimal" and gap_of(gap) == gap_of(0.0) else ""
+
+
+def what_gap_says(gap: float, *, staged: bool) -> str:
+    """What a plan's gap promises."""
+    if gap >= NO_BOUND:
+        return "no bound was found, so how much faster a plan may be isn't known"
+    covered = " (of those that a note names)" if staged else ""
+    return f"by these predictions no plan is faster by more{covered}"

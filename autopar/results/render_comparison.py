@@ -7,10 +7,15 @@ from rich.table import Table
 
 from autopar.results.comparison import Comparison, Row
 from autopar.results.plan import Plan
+from autopar.results.render_step import parts_of
 from autopar.results.text import as_text, text_of
 from autopar.units import show_bytes, show_seconds
 
 ABSENT = "-"
+LEGEND = (
+    "step: beside compute and communication the optimizer, and where there are stages their waits",
+    "devices: the most on which every layer is still split",
+)
 
 
 @text_of.register
@@ -21,7 +26,7 @@ def comparison_text(found: Comparison) -> str:
 
 def render_comparison(found: Comparison) -> RenderableType:
     """The comparison for a terminal."""
-    return Group(_rows(found), *_figures(found))
+    return Group(_rows(found), *LEGEND, *_figures(found))
 
 
 def _rows(found: Comparison) -> Table:
@@ -50,8 +55,10 @@ def _cells(row: Row, *, measured: bool) -> list[str]:
 def _predicted(plan: Plan | None) -> list[str]:
     if plan is None:
         return [ABSENT] * 5
-    seconds = (plan.step_seconds, plan.compute_seconds, plan.communication_seconds)
-    return [_mesh(plan), *map(show_seconds, seconds), show_bytes(plan.peak_bytes)]
+    parts = parts_of(plan)
+    compute, exchanged = parts.compute + parts.recompute, parts.communication + parts.hops + parts.sums
+    seconds = map(show_seconds, (plan.step_seconds, compute, exchanged))
+    return [_mesh(plan), *seconds, show_bytes(plan.peak_bytes)]
 
 
 def _mesh(plan: Plan) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from autopar.errors import cut_text
 from autopar.results.difference import Difference, LayerChanged
 from autopar.results.fold_blocks import Block, Row, fold_rows
-from autopar.results.plan_words import operator_name
+from autopar.results.plan_words import gap_of, operator_name
 from autopar.results.render_plan import LIGHT
 from autopar.results.render_step import signed, told_parts
 from autopar.results.text import as_text, text_of
@@ -34,7 +35,7 @@ def render_difference(found: Difference) -> RenderableType:
 def _summary(found: Difference) -> Iterator[str]:
     before, after = found.names
     steps, peaks = map(show_seconds, found.steps), map(show_bytes, found.peaks)
-    gaps = (f"gap {gap:.2%}" for gap in found.gaps)
+    gaps = (f"gap {gap_of(gap)}" for gap in found.gaps)
     for name, step, peak, gap in zip(found.names, steps, peaks, gaps, strict=True):
         yield f"{name}: {step} a step ({gap}), {peak} a device"
     share = found.seconds / found.steps[0] if found.steps[0] else 0.0
@@ -50,7 +51,7 @@ def _summary(found: Difference) -> Iterator[str]:
         word = "more" if found.peak_bytes > 0 else "less"
         yield f"{after} takes {show_bytes(abs(found.peak_bytes))} {word} memory a device than {before}"
     if found.graph:
-        yield f"they are plans of other programs, which first differ in {found.graph[:WIDEST]}"
+        yield f"they are plans of other programs, which first differ in {cut_text(found.graph, WIDEST)}"
 
 
 def _settings(found: Difference) -> Iterator[RenderableType]:

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.results.explanation import SAME, Change, Choice, Explanation, LayerChoices, Outcome
-from autopar.results.plan_words import operator_name, split_of
+from autopar.results.plan_words import UNKNOWN, gap_of, legend, operator_name, split_of
+from autopar.results.render_plan import SAVED, legend_table
 from autopar.results.render_step import signed
 from autopar.results.text import as_text, text_of
 from autopar.units import show_bytes, show_seconds
@@ -33,7 +34,7 @@ def _plan(found: Explanation) -> Iterator[str]:
     pipeline = f", {base.pipeline}" if base.pipeline else ""
     yield f"The plan for {found.cluster}: mesh {base.mesh}{pipeline}"
     step, peak = show_seconds(base.step_seconds), show_bytes(base.peak_bytes)
-    yield f"{step} a step (gap {base.gap:.2%}), {peak} a device"
+    yield f"{step} a step (gap {gap_of(base.gap)}), {peak} a device"
     yield from (f"Note: {note}." for note in found.notes)
     yield "Every other way is pinned and solved again on this mesh; its price is the difference of the steps."
 
@@ -43,9 +44,21 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         equal = f", and {len(layer.equal)} equal operators with it" if layer.equal else ""
         yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
         yield _choices(layer, base)
-        if layer.untried:
+        if layer.untried or layer.unforced:
             yield _untried(layer)
         yield _why(layer, base)
+    if found.layers:
+        yield _legend(found)
+
+
+def _legend(found: Explanation) -> RenderableType:
+    """What the words of the tables mean."""
+    choices = [choice for layer in found.layers for choice in (layer.chosen, *layer.others)]
+    words = [*legend(choices), SAVED, ("step", "of the whole model, with all else chosen anew")]
+    words.append(("gap", "how much less, of that step, the best such plan may take"))
+    if any(each.outcome and gap_of(each.outcome.gap) == UNKNOWN for each in choices):
+        words.append((UNKNOWN, "time was over before a bound was found: the best such plan may take less"))
+    return Group("", legend_table(words))
 
 
 def _untried(layer: LayerChoices) -> str:
@@ -55,6 +68,8 @@ def _untried(layer: LayerChoices) -> str:
         parts.append(f"{_ways(layer.late)} not solved: time was over, --seconds gives more")
     if dearer:
         parts.append(f"{_ways(dearer, ', dearer by themselves,', ', dearer by itself,')} not solved")
+    if layer.unforced:
+        parts.append(f"{_ways(layer.unforced)} left out by --force")
     return "\n".join(parts)
 
 
@@ -79,7 +94,7 @@ def _choice(choice: Choice, base: Outcome, *, chosen: bool) -> list[str]:
     outcome = choice.outcome
     own = [show_seconds(choice.compute), show_seconds(choice.communication), show_bytes(choice.saved)]
     price = "" if chosen else signed(outcome.price(base))
-    whole = [show_seconds(outcome.step_seconds), price, f"{outcome.gap:.2%}", show_bytes(outcome.peak_bytes)]
+    whole = [show_seconds(outcome.step_seconds), price, gap_of(outcome.gap), show_bytes(outcome.peak_bytes)]
     guessed = base.measured_share > outcome.measured_share + SAME
     remark = "chosen" if chosen else f"{outcome.measured_share:.0%} measured" if guessed else ""
     return [_split(choice), *own, *whole, remark]
@@ -95,17 +110,18 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
     """The runner-up, and what speaks against it."""
     runner = layer.runner_up
     if runner is None or runner.outcome is None:
-        return "No other way was solved." if layer.untried else "There is no other way to split it."
+        keeping = " that keeps to --force" if layer.unforced else ""
+        return "No other way was solved." if layer.untried else f"There is no other way to split it{keeping}."
     price = runner.outcome.price(base)
     least, most = runner.outcome.least(base), runner.outcome.most(base)
-    if price < SAME * base.step_seconds:
+    bounds = (
+        f" (from {signed(least)} to {signed(most)}, by both gaps)" if signed(least) != signed(most) else ""
+    )
+    if price < -SAME * base.step_seconds:
+        verdict = f"spares {show_seconds(-price)}{bounds}, which the plan's gap leaves room for"
+    elif price < SAME * base.step_seconds:
         verdict = "is as good"
     else:
-        bounds = (
-            f" (from {signed(least)} to {signed(most)}, by both gaps)"
-            if signed(least) != signed(most)
-            else ""
-        )
         verdict = f"costs {show_seconds(price)}{bounds}"
     return f"The runner-up, {_split(runner)}, {verdict}:\n  {_against(layer, runner, price, base)}."
 
@@ -139,15 +155,20 @@ def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield f"Memory doesn't bind: without the cap of {show_bytes(cap)} no faster plan was found."
     for change in found.memory if found.memory_binds else ():
         if change.outcome is None:
-            yield f"{change.what[0].upper()}{change.what[1:]} no plan was found: {change.reason}."
+            yield f"{_capital(change.what)} no plan was found: {change.reason}."
             continue
         saves = base.step_seconds - change.outcome.step_seconds
+        first = change is found.memory[0]
+        how = f"Memory binds: {change.what}" if first else _capital(change.what)
         yield (
-            f"{'Memory binds: ' if change is found.memory[0] else ''}{change.what} a step takes "
-            f"{show_seconds(change.outcome.step_seconds)} (gap {change.outcome.gap:.2%}) and "
-            f"{show_bytes(change.outcome.peak_bytes)}, which saves "
+            f"{how} a step takes {show_seconds(change.outcome.step_seconds)} "
+            f"(gap {gap_of(change.outcome.gap)}) and {show_bytes(change.outcome.peak_bytes)}, which saves "
             f"{show_seconds(saves) if saves > 0 else 'nothing that was found'}."
         )
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _rest(found: Explanation) -> Iterator[RenderableType]:
@@ -185,5 +206,5 @@ def _change(change: Change, base: Outcome | None) -> list[str]:
         return [change.what, *[""] * (4 if base else 3), f"no plan: {change.reason}"]
     against = [signed(outcome.price(base))] if base else []
     how = f"mesh {outcome.mesh}" + (f", {outcome.pipeline}" if outcome.pipeline else "")
-    whole = [f"{outcome.gap:.2%}", show_bytes(outcome.peak_bytes)]
+    whole = [gap_of(outcome.gap), show_bytes(outcome.peak_bytes)]
     return [change.what, show_seconds(outcome.step_seconds), *against, *whole, how]

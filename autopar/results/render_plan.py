@@ -13,7 +13,15 @@ from rich.table import Table
 from autopar.core.placement import replicated, show
 from autopar.results.fold_blocks import Block, Row, fold_rows
 from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
-from autopar.results.plan_words import axis_heading, legend, operator_name, splits_of
+from autopar.results.plan_words import (
+    axis_heading,
+    gap_of,
+    how_it_ended,
+    legend,
+    operator_name,
+    splits_of,
+    what_gap_says,
+)
 from autopar.results.render_step import step_lines, trust_lines
 from autopar.results.text import WIDTH, as_text, text_of
 from autopar.units import show_bytes, show_seconds
@@ -21,6 +29,7 @@ from autopar.units import show_bytes, show_seconds
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
 LARGEST = 6  # offloaded tensors that are named
 TAKEN = "this plan"
+SAVED = ("saved", "bytes that a device keeps from forward to backward")
 
 
 @text_of.register
@@ -96,14 +105,19 @@ def _cells(blocks: Sequence[Row | Block]) -> Iterator[list[str]]:
 
 
 def _legend(heavy: Sequence[Layer], folded: bool, light: bool) -> RenderableType:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    words = [*legend(heavy), ("saved", "bytes that a device keeps from forward to backward")]
+    words = [*legend(heavy), SAVED]
     if folded:
         words.append(("a … b", "equal blocks, with the numbers of one of them"))
     if light:
         words.append(("small", f"no products, and less than {LIGHT:.1%} of the step each; summed up"))
+    return legend_table(words)
+
+
+def legend_table(words: Sequence[tuple[str, str]]) -> RenderableType:
+    """Words and what they mean, below a table."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for number, (word, meaning) in enumerate(words):
         table.add_row("" if number else "legend", word, meaning)
     return table
@@ -128,7 +142,9 @@ def _stages(plan: Plan) -> list[RenderableType]:
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
         table.add_row(str(number), str(stage.rank), *_stage(stage))
-    return ["", table, "hop: seconds until a result is at the next stage, back: a gradient at the one before"]
+    rank = "rank: the devices that hold a stage, by number"
+    hop = "hop: seconds until a result is at the next stage, back: a gradient at the one before"
+    return ["", table, rank, hop]
 
 
 def _stage(stage: Stage) -> list[str]:
@@ -160,8 +176,8 @@ def _totals(plan: Plan) -> list[RenderableType]:
         f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
         *_offload(plan),
-        f"solver    {plan.status}, gap {plan.gap:.2%}: by these predictions no plan is faster by more"
-        + (" (of those that a note names)" if plan.pipeline.is_staged else ""),
+        f"solver    {how_it_ended(plan.status, plan.gap)}gap {gap_of(plan.gap)}: "
+        f"{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
         f"          {plan.sharded_flops_share:.1%} of the flops are split among devices",
         *trust_lines(plan),
     ]

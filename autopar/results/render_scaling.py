@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.results.plan import Plan
+from autopar.results.plan_words import gap_of
 from autopar.results.scaling import Scaled, Scaling
 from autopar.units import show_bytes, show_seconds
 
@@ -36,7 +37,7 @@ def _cells(found: Scaling, row: Scaled) -> list[str]:
         f"{speed_up:.2f}",
         f"{efficiency:.0%}",
         show_bytes(row.plan.peak_bytes),
-        f"{row.plan.gap:.1%}",
+        gap_of(row.plan.gap),
         "",
     ]
 
@@ -53,5 +54,8 @@ def _advice(found: Scaling) -> list[str]:
     worth, fastest = found.worth, found.fastest
     if worth is None or fastest is None:
         return ["no number of devices has a plan"]
-    half = f"up to {worth.devices} each further device does at least half of its work"
+    if worth is found.planned[0]:
+        half = "no further device does half of its work"
+    else:
+        half = f"up to {worth.devices} each further device does at least half of its work"
     return [f"fastest on {fastest.devices}; {half}; as predicted, for the batch of TARGET"]

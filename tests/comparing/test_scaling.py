@@ -15,7 +15,9 @@ from autopar.comparing.device_ranges import clusters_of, is_range
 from autopar.comparing.scaling import scale
 from autopar.errors import InfeasibleError, InputError
 from autopar.results.plan import Plan
+from autopar.results.render_scaling import render_scaling
 from autopar.results.scaling import Scaled, Scaling
+from autopar.results.text import as_text
 
 FAST, SLOW = Link(1e-6, 450e9), Link(5e-6, 50e9)
 FILE = """
@@ -87,6 +89,11 @@ def test_devices_are_worth_it_while_each_further_one_does_half_of_its_work(plan:
     found = scaling(plan, (1, None), (2, 8.0), (4, 5.0))
     assert found.worth is found.rows[2] and found.efficiency(found.rows[0]) is None
     assert scaling(plan, (1, None)).worth is None
+
+
+def test_where_no_further_device_does_half_of_its_work_that_is_said(plan: Plan) -> None:
+    assert "no further device does half" in as_text(render_scaling(scaling(plan, (1, 8.0), (2, 7.0))))
+    assert "up to 2 each further device" in as_text(render_scaling(scaling(plan, (1, 8.0), (2, 5.0))))
 
 
 def test_a_cluster_without_a_plan_says_why_and_none_at_all_is_an_error(plan: Plan) -> None:

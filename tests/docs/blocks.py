@@ -18,6 +18,8 @@ PAGES = sorted(
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+PLACEHOLDER = re.compile(r"[A-Z\[]+\]?|.*\.\.\.")  # a word that a reader replaces
 FILE_NAME = re.compile(r"# (\w+\.(?:py|toml))\n")
 ELSEWHERE = ("make", "srun", "torchrun", "AUTOPAR_OPTIONS=")  # set up this folder, or take several nodes
 HERE = ("autopar", "python")
@@ -65,6 +67,24 @@ def blocks_of(page: str) -> list[Block]:
         Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
         for found in BLOCK.finditer(text)
     ]
+
+
+def inline(page: str) -> list[str]:
+    """What a page sets in backquotes, outside of blocks."""
+    return INLINE.findall(BLOCK.sub("", text_of(page)))
+
+
+def inline_commands(page: str) -> list[list[str]]:
+    """Whole commands of autopar among a page's lines, as words: with something to do, nothing to replace, and
+    no redirection."""
+    every = [text.split() for text in inline(page) if text.startswith("autopar ") and ">" not in text]
+    whole = [words for words in every if len(words) > 2 and not any(map(PLACEHOLDER.fullmatch, words))]
+    return [shlex.split(" ".join(words)) for words in whole if not is_flag_alone(words)]
+
+
+def is_flag_alone(words: list[str]) -> bool:
+    """Whether a command is named for one flag of it alone, as `autopar run --compile`."""
+    return len(words) == 3 and words[2].startswith("--") and words[1] != "show"
 
 
 def files_of(page: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Every block of README and the pages is run: files, commands in their order, pieces of Python.
 
-Commands for SLURM and for several nodes, and those that set up this folder, are parsed alone (test_pages).
+So are whole commands in its lines. Commands for SLURM and for several nodes, and those that set up this
+folder, are parsed alone (test_pages). By default only those run that need no model.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from pathlib import Path
 
 import pytest
 
+import autopar
+from autopar.cli import main
 from autopar.cluster import ClusterSpec
 from autopar.runtime.launch.launch import run_function
-from tests.docs.blocks import ELSEWHERE, HERE, PAGES, ROOT, Block, blocks_of, files_of
+from tests import targets
+from tests.docs.blocks import ELSEWHERE, HERE, PAGES, ROOT, Block, blocks_of, files_of, inline_commands
 from tests.docs.framework_pieces import GivenOfFrameworks
 from tests.docs.pieces import Given, run_pieces, taken_for_granted
 
 GIVEN = ROOT / "tests" / "docs" / "given"
 LEARNED = "docs/tutorial.md"  # whose files later pages name
 SECONDS = 1800.0  # for one command; on a quiet machine none takes two minutes
+OF_PLANS = ("show", "diff", "report")
 FRAMEWORKS = "docs/frameworks.md"  # whose pieces take other things for granted
 TRIED_ELSEWHERE = {"CONTRIBUTING.md"}  # by test_recipes
 
 
 def commands_of(page: str) -> list[list[str]]:
-    """Those that are run."""
-    return [words for block in blocks_of(page) for words in block.commands if words[0] in HERE]
+    """Those that are run: of blocks, then of lines, which take what those of blocks write."""
+    blocks = [words for block in blocks_of(page) for words in block.commands if words[0] in HERE]
+    return [*blocks, *(words for words in inline_commands(page) if words not in blocks)]
 
 
 WITH_COMMANDS = [page for page in PAGES if page not in TRIED_ELSEWHERE and commands_of(page)]
@@ -97,6 +103,29 @@ def test_files_of_a_page_can_be_read(page: str, tmp_path: Path) -> None:
             subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
         elif block.file:
             ast.parse(block.text)
+
+
+@pytest.fixture(scope="module")
+def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    model, batch, loss = targets.net()
+    autopar.plan(model, ClusterSpec.local(2), batch, loss_fn=loss, measure=False).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [words for page in WITH_COMMANDS for words in commands_of(page) if words[1] in OF_PLANS],
+    ids=lambda words: " ".join(words[1:]),
+)
+def test_commands_about_saved_plans_end_well(
+    words: list[str], saved_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "plan"):
+        shutil.copy(saved_plan, tmp_path / f"{name}.json")
+    if "--cluster" not in words:  # a report of a target plans it first
+        assert main(words[1:]) == 0
 
 
 @pytest.mark.long

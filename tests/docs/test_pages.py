@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.run import get_args_parser
 from torch.distributed.tensor import DTensor
 
 from autopar.cli.commands import app
@@ -22,12 +23,11 @@ from autopar.convert.moves import MoveAction, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
 from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
 from autopar.results.render_step import LEAST, MOST
-from tests.docs.blocks import BLOCK, PAGES, ROOT, blocks_of, files_of, text_of
+from tests.docs.blocks import BLOCK, PAGES, ROOT, blocks_of, files_of, inline, text_of
 from tests.test_architecture import FLOORS
 
 CODE = ("autopar", "costdb", "tests", "examples")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-INLINE = re.compile(r"`([^`\n]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 TARGET = re.compile(r"\w[\w/]*\.py:\w+")
 FILE = re.compile(r"[\w/]+\.(?:py|md|toml)")
@@ -35,11 +35,6 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 MOST_LINES = 200  # of the README
 USERS = {"file.py", "train.py", "h100.toml", "lm.py", "net.py"}  # files of users, which examples name
 PROGRAMS = {"srun", "torchrun"}  # of others
-
-
-def inline(page: str) -> list[str]:
-    """What a page sets in backquotes, outside of blocks."""
-    return INLINE.findall(BLOCK.sub("", text_of(page)))
 
 
 def shell_lines(page: str) -> list[str]:
@@ -186,6 +181,14 @@ def test_command_lines_are_ones_that_autopar_takes(page: str) -> None:
         Options(PLAN, **door).read()
         if "target" in context.params:
             assert context.params["target"] is None or TARGET.fullmatch(context.params["target"]), words
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_torchrun_are_ones_that_it_takes(page: str) -> None:
+    for line in (*shell_lines(page), *inline(page)):
+        _, program, rest = line.partition("torchrun ")
+        if program and rest.startswith("--"):
+            get_args_parser().parse_args(shlex.split(rest, comments=True))
 
 
 @pytest.mark.parametrize("page", PAGES)

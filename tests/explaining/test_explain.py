@@ -124,9 +124,9 @@ def test_without_time_the_plan_stands_alone_and_what_is_left_says_so() -> None:
     changes = (*found.what_if, *found.memory, *found.options)
     assert {each.what for each in changes} >= {"batch=6000", "without a memory cap", "without --force batch"}
     assert all(each.outcome is None and each.reason == OVER for each in changes)
-    assert found.layers[0].others == () and found.layers[0].untried == 3
+    assert found.layers[0].others == () and found.layers[0].unforced == 3
     words = str(found)
-    assert "Whether memory binds isn't known" in words and "No other way was solved" in words
+    assert "Whether memory binds isn't known" in words and "that keeps to --force" in words
     assert OVER in found.data_parallel or "This is plain data parallelism" in found.data_parallel
 
 

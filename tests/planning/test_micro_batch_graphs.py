@@ -181,7 +181,7 @@ def test_parts_add_up_to_the_batch(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", COUNTS.values(), ids=COUNTS)
 def test_parts_that_count_by_their_inputs_are_noted(loss: Loss) -> None:
-    assert "by what its inputs count to" in str(parts(net(loss), *data()).traced(2).graph.notes)
+    assert "by its share of what the whole batch" in str(parts(net(loss), *data()).traced(2).graph.notes)
 
 
 @pytest.mark.parametrize("loss", [*MEANS.values(), *SUMS.values()], ids=[*MEANS, *SUMS])

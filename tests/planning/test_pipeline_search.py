@@ -483,6 +483,20 @@ def test_a_model_that_takes_its_whole_batch_alone_has_one_micro_batch(
             ask(micro_batches=2, batch_dims=said)
 
 
+def test_a_batch_of_one_sample_is_told_as_such() -> None:
+    model, image = nn.Conv2d(1, 2, 3), torch.randn(1, 1, 8, 8)
+    found = plan(model, ClusterSpec.local(2), image, loss_fn=total, measure=False)
+    assert any(note.startswith("dim 0 of all inputs has one element") for note in found.notes)
+    with pytest.raises(InfeasibleError, match="take a smaller batch, which can't be cut into micro-batches"):
+        plan(model, ClusterSpec.local(2), image, loss_fn=total, measure=False, memory=100)
+
+
+def test_one_device_has_nothing_to_choose_and_no_note_about_it() -> None:
+    model, image = nn.Conv2d(1, 2, 3), torch.randn(1, 1, 8, 8)
+    found = plan(model, ClusterSpec.local(1), image, loss_fn=total, measure=False)
+    assert not [note for note in found.notes if "stages" in note]
+
+
 def test_rows_for_each_sample_that_stay_when_fewer_come_keep_the_batch_whole() -> None:
     """A single sample would be added to all of them, without an error."""
     found = plan(Offset(), ClusterSpec.local(2), torch.randn(4, 4), loss_fn=total, measure=False)

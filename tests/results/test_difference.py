@@ -87,3 +87,14 @@ def test_plans_of_other_programs_name_the_first_difference() -> None:
 def test_operators_of_one_plan_alone_are_left_out() -> None:
     found = difference(first(), replace(first(), layers=(replace(LAYER, name="new"),)))
     assert not found.layers and found.same_layers == 0
+
+
+def test_micro_batches_of_other_sizes_are_no_other_program() -> None:
+    def cut(count: int, *lines: str) -> Plan:
+        return replace(plan(Pipeline(micro_batches=count)), graph=Fingerprint(("w: weight [8,3]*", *lines)))
+
+    halves = cut(2, "x: user x [4,3]", "y: user y [4]")
+    assert difference(cut(1, "x: user x [8,3]", "y: user y [8]"), halves).graph == ""
+    assert difference(cut(1, "x: user x [16,3]", "y: user y [16]"), halves).graph.startswith("input 1")
+    assert difference(cut(1, "x: user x [8,3]", "z: user z [8]"), halves).graph.startswith("input 1")
+    assert difference(cut(2, "x: user x [8,3]", "y: user y [8]"), halves).graph.startswith("input 1")

@@ -14,6 +14,7 @@ from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
 from autopar.results.frontier import Frontier, Point
 from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
+from autopar.results.plan_words import operator_name
 from autopar.results.render_plan import plan_text
 from autopar.results.step_parts import StepParts
 
@@ -98,6 +99,7 @@ legend  batch  each device of the axis has some of the samples
 stage  rank  layers                     forward  backward    hop  hop back  gradient sums   memory
     0     0  token .. blocks.0.mlp (9)     1 ms      2 ms  20 us      none         500 us  1.05 MB
     1     1  blocks.1 (9)                  1 ms      2 ms   none     30 us         500 us  1.05 MB
+rank: the devices that hold a stage, by number
 hop: seconds until a result is at the next stage, back: a gradient at the one before
 
 step      20 ms predicted, on an average device the sum of
@@ -107,7 +109,7 @@ step      20 ms predicted, on an average device the sum of
            1.5 ms    7.5%  the optimizer
 pipeline  2 ranks, 2 stages, 8 micro-batches, 1f1b; a rank waits 11.1% of the step
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
-solver    optimal, gap 1.20%: by these predictions no plan is faster by more (of those that a note names)
+solver    gap 1.20%: by these predictions no plan is faster by more (of those that a note names)
           100.0% of the flops are split among devices
 trust     operator time is 100% estimated (± 10%)
           timed steps took 0.66 to 1.63 times what measured operators had promised;
@@ -133,7 +135,7 @@ step      20 ms predicted, on each device the sum of
            1.5 ms    7.5%  the optimizer
 pipeline  4 micro-batches
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
-solver    optimal, gap 1.20%: by these predictions no plan is faster by more
+solver    gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
 trust     operator time is 100% estimated (± 10%); nothing is taken to overlap
           timed steps took 0.66 to 1.63 times what measured operators had promised;
@@ -217,13 +219,13 @@ def test_a_plan_is_printed_in_words_that_are_explained_and_equal_blocks_stand_on
         text,
         """\
 Plan for 1 x 4 h100; mesh 2x2
-layer                       operator    axis a (2)    axis b (2)  compute  communication   saved
+layer                       operator  axis a (2)    axis b (2)  compute  communication   saved
 blocks.0 ... blocks.2, each:
-  .mlp                      linear      batch n       whole          2 ms         100 us  4.1 kB
-  (itself)                  add.Tensor  filter dim 1  whole          2 ms         100 us  4.1 kB
-blocks.3.mlp                linear      batch n       whole          3 ms         100 us  4.1 kB
-blocks.3                    add.Tensor  filter dim 1  whole          2 ms         100 us  4.1 kB
-1 small operator                                                     1 us           0 ns  4.1 kB
+  .mlp                      linear    batch n       whole          2 ms         100 us  4.1 kB
+  (itself)                  add       filter dim 1  whole          2 ms         100 us  4.1 kB
+blocks.3.mlp                linear    batch n       whole          3 ms         100 us  4.1 kB
+blocks.3                    add       filter dim 1  whole          2 ms         100 us  4.1 kB
+1 small operator                                                   1 us           0 ns  4.1 kB
 legend  batch   each device of the axis has some of the samples
         filter  each device of the axis has some output channels, and their weights
         whole   every device of the axis computes all of it
@@ -238,7 +240,7 @@ step      20 ms predicted, on each device the sum of
            9.5 ms   47.5%  sums of gradients, once a step
            1.5 ms    7.5%  the optimizer
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
-solver    optimal, gap 1.20%: by these predictions no plan is faster by more
+solver    gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
 trust     operator time is 100% estimated (± 10%); nothing is taken to overlap
           timed steps took 0.66 to 1.63 times what measured operators had promised;
@@ -287,3 +289,20 @@ none        20 ms       +0.0%      1.05 MB
 700 kB                                      no plan was found
 time was over before 1 lower cap""",
     )
+
+
+def test_a_gap_without_a_bound_is_told_as_unknown() -> None:
+    text = plan_text(replace(plan(Pipeline()), gap=1.0, status="time_limit"))
+    assert "solver    stopped by the time limit, gap unknown: no bound was found" in text
+    assert "no plan is faster by more" not in text and "100.00%" not in text
+
+
+def test_only_a_plan_without_a_gap_is_called_optimal() -> None:
+    assert "solver    optimal, gap 0.00%" in plan_text(replace(plan(Pipeline()), gap=0.0))
+    assert "optimal" not in plan_text(replace(plan(Pipeline()), gap=0.01))
+
+
+def test_operators_are_named_as_users_know_them() -> None:
+    assert operator_name("aten.lstm.input") == "lstm" and operator_name("aten.add.Tensor") == "add"
+    assert operator_name("mylib.product.default") == "mylib.product"
+    assert operator_name("autopar_graphs.product.default") == "product"

@@ -130,7 +130,7 @@ class Measuring:
 
     def _tell(self, done: int, portion: Sequence[Call]) -> None:
         if self.progress:
-            self.progress(done, len(self.calls), _named(portion) if portion else "measured")
+            self.progress(done, len(self.calls), _named(portion) if portion else "all done")
 
 
 def held_bytes(call: Call, device: str) -> int:

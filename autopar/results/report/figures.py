@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from autopar.errors import cut_text
 from autopar.results.plan import Plan
+from autopar.results.plan_words import how_it_ended, what_gap_says
 from autopar.units import show_bytes, show_seconds
 
 WHOLE = 1000  # units of a bar's length
@@ -133,7 +134,6 @@ def key_figures(plan: Plan) -> list[tuple[str, Cell, str]]:
     """The figures at the head of a page: heading, figure, and what it means."""
     cap = f"of {show_bytes(plan.memory_cap)} " if plan.memory_cap is not None else ""
     error = f" ± {plan.error:.0%}" if plan.error else ""
-    of_those = ", of those that a note names" if plan.pipeline.is_staged else ""
     return [
         ("Step", seconds("step_seconds", plan.step_seconds), f"predicted{error}: the sum of its parts below"),
         ("Memory", nbytes("peak_bytes", plan.peak_bytes), f"{cap}on the fullest device, at the peak"),
@@ -145,7 +145,7 @@ def key_figures(plan: Plan) -> list[tuple[str, Cell, str]]:
         (
             "Gap",
             share("gap", plan.gap, 2),
-            f"{plan.status.replace('_', ' ')}: by these predictions no plan is faster by more{of_those}",
+            f"{how_it_ended(plan.status, plan.gap)}{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
         ),
         (
             "Measured",

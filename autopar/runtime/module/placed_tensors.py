@@ -36,7 +36,7 @@ from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
 from autopar.runtime.module.rank_states import RankStates, State
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
-from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.module.user_tree import UserTree, came_later
 from autopar.runtime.module.whole_steps import step_whole
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
@@ -188,13 +188,16 @@ class PlacedTensors:
         return values
 
     def check(self, made: Executable | StagedExecutable) -> DeviceMesh:
-        """Raise CheckError where a later program doesn't take the parameters as they lie."""
+        """Raise CheckError where a later program doesn't take the parameters as they lie, InputError where it
+        takes others."""
         assert self._mesh is not None
+        states = [item for item in made.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        if new := [item.target for item in states if item.target not in self._parts]:
+            raise came_later(new)
         moved = [
             f"{item.target} as {show(item.layout)}"
-            for item in made.inputs
-            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-            and not _lie_alike(item.part, self._parts[item.target].part)
+            for item in states
+            if not _lie_alike(item.part, self._parts[item.target].part)
         ]
         if isinstance(made, StagedExecutable):
             moved += [

@@ -293,12 +293,7 @@ class UserTree:
             or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
         ]
         if new:
-            raise InputError(
-                where="call of the parallel module",
-                found=f"{_few(new)}, which came after parallelize",
-                wanted="the parameters and buffers that were planned",
-                remedy="change modules before parallelize, then load_state_dict(..., strict=False) into them",
-            )
+            raise came_later(new)
 
     @contextmanager
     def serial(self, states: Mapping[str, tuple[torch.dtype, bool]] | None) -> Iterator[nn.Module]:
@@ -477,3 +472,13 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple, set)):
         return any(map(_holds_tensors, value))
     return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
+
+
+def came_later(names: list[str]) -> InputError:
+    """The error of parameters and buffers that have no place in the plan."""
+    return InputError(
+        where="call of the parallel module",
+        found=f"{_few(names)}, which came after parallelize",
+        wanted="the parameters and buffers that were planned",
+        remedy="change modules before parallelize, then load_state_dict(..., strict=False) into them",
+    )

@@ -144,6 +144,11 @@ def _late(kinds: list[str]) -> None:
     with pytest.raises(InputError, match="head.weight, head.bias, which came after parallelize"):
         ours(X)
     ours.head = head
+    for held in (nn.Parameter(torch.zeros(2)), nn.Buffer(torch.zeros(2))):
+        head.extra = held
+        with pytest.raises(InputError, match="head.extra, which came after parallelize"):
+            ours(X)
+        del head.extra
     ours.extra = nn.Linear(2, 2)
     with pytest.raises(InputError, match="extra.weight, extra.bias, which came after parallelize"):
         ours(X)
