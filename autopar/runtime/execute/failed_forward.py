@@ -31,8 +31,10 @@ def run_and_write(
     values: Mapping[str, Tensor],
     received: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """Run a program on what it `received` and the `values` of its inputs, and write its buffers, also where it
-    raises; returns what else it gives."""
+    """Run a program on what it `received` and the `values` of its inputs, and write its buffers.
+
+    They are written also where it raises. Returns what else it gives.
+    """
     count = len(executable.writes)
     try:
         results = run(*received, *(values[item.name] for item in executable.inputs))
