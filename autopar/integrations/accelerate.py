@@ -10,7 +10,9 @@ clip, save  over all ranks, and stages; files by the main process
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -18,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator as _Accelerator
-from accelerate.utils import recursively_apply
+from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
 
 from autopar.errors import InputError
@@ -75,6 +77,8 @@ class OneBatch:
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise _compiled()
+        _last[:] = [weakref.ref(self)]
+        _exchange_nothing()
         if not any(model is known for known in self._models):
             super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[misc]
         return model
@@ -154,6 +158,33 @@ class OneBatch:
 
 class Accelerator(OneBatch, _Accelerator):  # type: ignore[misc]
     """An Accelerator for a parallel module."""
+
+
+_last: list[weakref.ref[Any]] = []  # the accelerator that was given a parallel module last
+
+
+def _exchange_nothing() -> None:
+    """From now on `gather`, `gather_object` and `reduce` of accelerate.utils, wherever they are imported, are
+    the methods of the accelerator of a parallel module, while there is one."""
+    known = {name: getattr(operations, name) for name in ("_gpu_gather", "_gpu_gather_object")}
+    if any(hasattr(function, "_knows_parallel") for function in known.values()):
+        return
+    for name, function in known.items():
+        setattr(operations, name, _of_accelerator("gather", function))
+    names = operations.reduce.__code__.co_freevars  # of the check around it
+    cell = operations.reduce.__closure__[names.index("function")]
+    cell.cell_contents = _of_accelerator("reduce", cell.cell_contents)
+
+
+def _of_accelerator(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def exchange(data: Any, *args: Any, **kwargs: Any) -> Any:
+        accelerator = _last[0]()
+        function_of = function if accelerator is None else getattr(accelerator, method)
+        return function_of(data, *args, **kwargs)
+
+    exchange._knows_parallel = True  # type: ignore[attr-defined]
+    return exchange
 
 
 def become_parallel(accelerator: Any) -> None:

@@ -6,8 +6,9 @@
                 self.net = autopar.parallelize(self.net, autopar.ClusterSpec.detect(), example)
     Trainer(strategy=Strategy(), ...)
 
-For all that counts samples there is one process, so samplers stay as they are and every rank loads the whole
-batch; checkpoints are gathered by all ranks and written by one.
+For all that counts samples there is one process, so samplers stay as they are, every rank loads the whole
+batch, and metrics of torchmetrics add up nothing over ranks; checkpoints are gathered by all ranks and
+written by one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torchmetrics import Metric
 
 from autopar.errors import InputError
 from autopar.integrations.versions import check_version
@@ -60,6 +63,8 @@ class Strategy(SingleDeviceStrategy):
         for item in parallel:
             item._autopar.tensors.require_placed()
         _share_rest(model, parallel)
+        if not any(item._autopar.has_local_inputs for item in parallel):
+            _count_once(model)
         super().setup(trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -83,6 +88,17 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _count_once(model: nn.Module) -> None:
+    """Let metrics be those of one process: every rank has seen all that they count."""
+    for metric in model.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _alone
+
+
+def _alone() -> bool:
+    return False
 
 
 def _share_rest(model: Any, parallel: list[ParallelModule]) -> None:

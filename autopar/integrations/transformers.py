@@ -134,6 +134,12 @@ def _check(model: Any, args: Any) -> None:
     for option, name in (("fsdp", "fsdp"), ("deepspeed", "deepspeed"), ("torch_compile", "torch_compile")):
         if getattr(args, option, None):
             raise _refused(f"{name} for a parallel module", "one way to be parallel", f"leave out {name}")
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        raise _refused(
+            "neftune_noise_alpha, a hook on the embeddings",
+            "all that happens between modules in their forwards, of which the program is made",
+            "leave out neftune_noise_alpha, or add the noise in forward",
+        )
 
 
 def _accumulating() -> InputError:

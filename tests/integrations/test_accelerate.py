@@ -17,6 +17,9 @@ from tests.integrations.models import Net, beside_serial, gap, launched, loader,
 from tests.pool import Pool
 
 accelerate = pytest.importorskip("accelerate")
+gather, gather_object, reduce = (
+    getattr(accelerate.utils, name) for name in ("gather", "gather_object", "reduce")
+)
 Pools = Callable[[int], Pool]
 EXACT = 1e-8
 STEPS, SAVED = 30, 20
@@ -203,3 +206,17 @@ def _in_one_expression() -> tuple[bool, int]:
 
 def test_a_module_is_known_that_is_made_within_the_call(pools: Pools) -> None:
     assert pools(2).run(_in_one_expression) == [(True, 1)] * 2
+
+
+def _by_functions() -> tuple[list[int], int, list[float]]:
+    with launched():
+        found = accelerator()
+        found.prepare(parallel(Net()))
+        ones = torch.ones(3)
+        gathered = [len(gather(ones)), len(gather_object([1, 2]))]
+        return gathered, len(found.gather(ones)), [float(reduce(ones, how).sum()) for how in ("sum", "mean")]
+
+
+def test_functions_of_accelerate_count_no_sample_twice(pools: Pools) -> None:
+    """Also those that were imported before there was a parallel module."""
+    assert pools(2).run(_by_functions) == [([3, 2], 3, [3.0, 3.0])] * 2

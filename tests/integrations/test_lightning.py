@@ -18,6 +18,7 @@ from tests.integrations.models import Net, beside_serial, gap, launched, loader,
 from tests.pool import Pool
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
 Pools = Callable[[int], Pool]
 EXACT = 1e-8
 STEPS, SAVED = 30, 20
@@ -85,6 +86,52 @@ def test_accumulation_clipping_checkpoints_and_validation_are_those_of_one_proce
         assert mine == pytest.approx(other, abs=EXACT)
     assert len(ours[1][0]) > STEPS > len(ours[1][1])  # an epoch ends with one batch of two
     assert ours[2] == pytest.approx(theirs[2], abs=EXACT) and ours[3] == 1
+
+
+class Manual(Lit):
+    """Steps by hand, and metrics that add up and that collect."""
+
+    automatic_optimization = False
+
+    def __init__(self, serial: bool) -> None:
+        super().__init__(serial)
+        self.total, self.all = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch: Any, number: int) -> None:
+        loss = self.net(*batch)["loss"] * self.scale / 2
+        self.manual_backward(loss)
+        if number % 2:
+            optimizer: Any = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        self.total.update(loss.detach())
+        self.log("total", self.total, on_step=False, on_epoch=True)
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.all.update(self.net(*batch)["loss"])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("count", float(self.all.compute().numel()))
+        self.all.reset()
+
+    def predict_step(self, batch: Any, _: int) -> Tensor:
+        return self.net(*batch)["logits"]  # type: ignore[no-any-return]
+
+
+def by_hand(folder: Path, serial: bool) -> Any:
+    with launched():
+        module = Manual(serial)
+        run = trainer(folder, serial, max_epochs=2)
+        run.fit(module, loader(32, 1), loader(20, 2))
+        logged = {name: float(value) for name, value in run.callback_metrics.items()}
+        return logged, torch.cat(run.predict(module, loader(20, 2))).flatten().tolist()
+
+
+def test_steps_by_hand_and_metrics_are_those_of_one_process(pools: Pools) -> None:
+    theirs, ours = beside_serial(pools, by_hand)
+    assert ours[0] == pytest.approx(theirs[0], abs=EXACT) and ours[0]["count"] == 3
+    assert ours[1] == pytest.approx(theirs[1], abs=EXACT)
 
 
 def _refused(folder: str) -> tuple[str, int]:

@@ -195,6 +195,7 @@ def _refusals(folder: str) -> list[str]:
             lambda: Trainer(model=Net(), args=arguments),
             lambda: transformers.Trainer(model=parallel(Net(), inputs="local"), args=arguments),
             accumulating.train,
+            lambda: trainer(Path(folder), parallel(Net()), Pairs(32, 1), neftune_noise_alpha=5.0),
         ]
         found = []
         for case in cases:
@@ -205,11 +206,12 @@ def _refusals(folder: str) -> list[str]:
 
 
 def test_what_would_train_otherwise_is_refused(pools: Pools, tmp_path: Path) -> None:
-    serial, local, accumulating = pools(2).run(_refusals, str(tmp_path))[0]
+    serial, local, accumulating, noisy = pools(2).run(_refusals, str(tmp_path))[0]
     assert "found a Net, wanted a parallel module" in serial
     assert "local inputs" in local and 'inputs="global"' in local
     assert "gradient_accumulation_steps" in accumulating and "micro_batches" in accumulating
-    assert max(map(len, (serial, local, accumulating))) <= 400
+    assert "found neftune_noise_alpha" in noisy and "add the noise in forward" in noisy
+    assert max(map(len, (serial, local, accumulating, noisy))) <= 400
 
 
 def _subclass(folder: str) -> list[str]:

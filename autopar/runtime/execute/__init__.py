@@ -2,6 +2,7 @@
 
 executable       what a rank needs for it: the seam to rewriting
 unread_output    outputs that lie in parts until they are read
+failed_forward   buffers that a program has written when it raises
 bound_program    one program, tied to the tensors of a module
 staged_program   training steps by a schedule
 stage            one stage over one micro-batch at a time

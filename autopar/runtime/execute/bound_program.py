@@ -27,6 +27,7 @@ from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.collectives.random import Stream, drawing_from, draws
 from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
@@ -90,12 +91,7 @@ class Bound:
         if not self._stepping:
             self._leaves.release()
         with drawing_from(self._stream.next(), self._device) if self._stream else nullcontext():
-            results = self._run(*(values[item.name] for item in self.executable.inputs))
-        count = len(self.executable.outputs)
-        with torch.no_grad():
-            for name, value in zip(self.executable.writes, results[count:], strict=True):
-                values[name].copy_(value)
-        outputs = tuple(results[:count])
+            outputs = run_and_write(self.executable, self._run, values)
         self._hear_plain_gradients(outputs)
         return self.executable.rebuild(
             outputs if self._local_outputs else unread(outputs, self.executable.outputs)

@@ -32,6 +32,7 @@ from autopar.runtime.collectives.random import drawing_from, draws, mixed
 from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
 from autopar.runtime.parameters.parameters import Leaves, local_buffer
 from autopar.runtime.saved.recompute import Recomputed
@@ -137,14 +138,9 @@ class StageModule(nn.Module):
         for item in program.users:
             mine = cut_input(self._batch[number].tensors[item.position], item, executable)
             values[item.name] = mine.to(self._device, non_blocking=True)
-        inputs = (values[item.name] for item in executable.inputs)
         with self._drawing(program, number):
-            results = program.run(*map(_guarded, received), *inputs)
-        count = len(results) - len(executable.writes)
-        with torch.no_grad():
-            for name, value in zip(executable.writes, results[count:], strict=True):
-                values[name].copy_(value)
-        return tuple(map(settled, results[:count]))
+            results = run_and_write(executable, program.run, values, tuple(map(_guarded, received)))
+        return tuple(map(settled, results))
 
     @contextmanager
     def _drawing(self, program: _Program, number: int) -> Iterator[None]:

@@ -18,6 +18,7 @@ free_numbers       numbers that a program takes anew at each call
 whole_model        the serial model for a while, with all of its weights
 rank_states        what the ranks of all stages hold
 optimizers         optimizers on sharded parameters
+empty_lists        optimizers that have no parameters on a pipeline rank
 whole_steps        steps on whole parameters, or on parts as plain tensors
 optimizer_values   one value of an optimizer's state, between how it lies and serial order
 factored_moments   rows and columns of factored moments, in serial order and as parts run

@@ -30,6 +30,7 @@ from autopar.runtime.execute.bound_program import gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.clipping import refuse_torch_clipping
+from autopar.runtime.module.empty_lists import take_empty_lists
 from autopar.runtime.module.loss_scaling import computes_in_half, refuse_infinite, share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
@@ -99,6 +100,7 @@ class PlacedTensors:
             self._stages_of_uses, self.pipeline = made.stages_of_uses, made.pipeline
             self._held, self.nothing = RankStates(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
+            take_empty_lists()
             refuse_torch_clipping(mesh)
             share_infinities(mesh)
         serial_model.check_plain(self.tree.root)
@@ -199,13 +201,8 @@ class PlacedTensors:
             for item in states
             if not _lie_alike(item.part, self._parts[item.target].part)
         ]
-        if isinstance(made, StagedExecutable):
-            moved += [
-                f"{name} on {ranks}"
-                for name, ranks in made.holders.items()
-                if not set(ranks) <= set(self._holders[name])  # copies that learn are used or none is
-                or (torch.is_grad_enabled() and ranks != self._holders[name])
-            ]
+        if isinstance(made, StagedExecutable) and made.mesh == self._mesh[0] and not moved:
+            self._check_stages(made)
         if moved or made.mesh != self._mesh[0]:
             raise CheckError(
                 where="a second program of the parallel module",
@@ -214,6 +211,27 @@ class PlacedTensors:
                 remedy="report this model: the planner must keep to the layouts that are pinned",
             )
         return self._mesh[1]
+
+    def _check_stages(self, made: StagedExecutable) -> None:
+        """Raise InputError where pipeline ranks use parameters that they have no copy of, or have copies of
+        parameters that learn and don't use them."""
+        elsewhere = {
+            name: ranks
+            for name, ranks in made.holders.items()
+            if not set(ranks) <= set(self._holders[name])
+            or (torch.is_grad_enabled() and ranks != self._holders[name])
+        }
+        if elsewhere:
+            name, ranks = next(iter(elsewhere.items()))
+            others = f", and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
+            raise InputError(
+                where=f"{name} of the parallel module{others}",
+                found=f"used on pipeline rank {_listed(ranks)} by this call, "
+                f"held by {_listed(self._holders[name])}",
+                wanted="a use on the same ranks as by the call that was planned first; weights don't move",
+                remedy="parallelize with an example and in a state (flags, modes) where every weight is used "
+                "as later, or plan without stages",
+            )
 
     def pinned(self, users: Mapping[str, Layout]) -> Pinned | None:
         """What later programs must keep to, with the layouts of `users`, the user's inputs."""
@@ -310,6 +328,10 @@ def group_keys(made: Executable | StagedExecutable) -> set[str]:
         if (key := gradient_key(item, made.mesh)) is not None
     }
     return {*made.groups, *joint, *sums, *(made.mesh.key((axis,)) for axis in made.mesh.axes)}
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return " and ".join(map(str, ranks))
 
 
 def _lie_alike(part: Part, other: Part) -> bool:

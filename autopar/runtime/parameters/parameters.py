@@ -114,8 +114,8 @@ def distribute(part: InputPart, values: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def nothing(mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter on `mesh` that learns and has no elements."""
-    values = torch.empty(0, device=mesh.device_type)
+    """A parameter on `mesh` that learns and has no elements; a matrix, as some optimizers take no others."""
+    values = torch.empty(0, 0, device=mesh.device_type)
     return nn.Parameter(DTensor.from_local(values, mesh, [DReplicate()] * mesh.ndim, run_check=False))
 
 

@@ -59,24 +59,31 @@ class Recomputed(nn.Module):
         buffers, count = {place: tensors[place] for place in self.mutated}, len(tensors)
         state = self.body.__dict__
         numbers = {name: state[name] for name in self.numbers}
+        begun: list[list[Tensor]] = []  # copies of the buffers, of the run in forward also where it raises
 
         def run(*arguments: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             state.update(numbers)  # those of this call, also in backward
             copies = {place: buffer.clone() for place, buffer in buffers.items()}
+            begun.append(list(copies.values()))
             rest = iter(arguments)
             values = [copies[place] if place in copies else next(rest) for place in range(count)]
             return list(self.body(*values)), list(copies.values())
 
         arguments = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
-        if between := halved.get():
-            results, written = _Once(run, arguments, between, to_the_end=self.to_the_end).forward(*arguments)
-        else:
-            contexts = partial(create_selective_checkpoint_contexts, _policy)
-            with set_checkpoint_early_stop(not self.to_the_end):
-                results, written = checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts)
-        with torch.no_grad():
-            for buffer, value in zip(buffers.values(), written, strict=True):
-                buffer.copy_(value)
+        try:
+            if between := halved.get():
+                once = _Once(run, arguments, between, to_the_end=self.to_the_end)
+                results, _ = once.forward(*arguments)
+            else:
+                contexts = partial(create_selective_checkpoint_contexts, _policy)
+                with set_checkpoint_early_stop(not self.to_the_end):
+                    results, _ = checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts)
+        finally:
+            with torch.no_grad():
+                for copies in begun:
+                    for buffer, value in zip(buffers.values(), copies, strict=True):
+                        buffer.copy_(value)
+            begun.clear()
         return tuple(results)
 
 
