@@ -49,14 +49,16 @@ def build(
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
+    unread = _leave_out_unread(body, graph)
     if room > 0:
         body = _early(body, graph, program, dims, mine, room=room)
+    parts = (*_parts(traced, plan, dims, rank, deferred), *_made_for(mine, plan))
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(
         mesh=plan.mesh,
         module=recomputing(body, mine, traced.graph, program, name="ParallelProgram"),
-        inputs=(*_parts(traced, plan, dims, rank, deferred), *_made_for(mine, plan)),
+        inputs=tuple(item for item in parts if item.name not in unread),
         outputs=outputs,
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
@@ -143,8 +145,9 @@ def _stage(
     graph = traced.graph
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
+    taken = set(program.inputs) - _leave_out_unread(body, graph)
     parts = (*_parts(traced, plan, dims, place, deferred), *_made_for(whole, plan))
-    inputs = [item for item in parts if item.name in program.inputs]
+    inputs = [item for item in parts if item.name in taken]
     return Executable(
         mesh=plan.mesh,
         module=recomputing(body, whole, graph, plan.program, name=f"Stage{stage}"),
@@ -206,21 +209,23 @@ def _made_for(program: RankProgram, plan: Plan) -> tuple[InputPart, ...]:
     )
 
 
+def _leave_out_unread(body: fx.Graph, graph: Graph) -> set[str]:
+    """The constants that a rank's program doesn't read, such as a graph of which it has its block; it takes
+    them no more."""
+    constants = {item.name for item in graph.inputs if item.kind is InputKind.CONSTANT}
+    found = [node for node in body.nodes if node.op == "placeholder" and not node.users]
+    found = [node for node in found if str(node.target) in constants]
+    for node in found:
+        body.erase_node(node)
+    return {str(node.target) for node in found}
+
+
 def _constants(graph: Graph, program: RankProgram) -> dict[str, Tensor]:
-    """Collect all constants of a rank's program; of those that it doesn't use, nothing is kept."""
+    """Collect all constants of a rank's program that it reads."""
     used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    found = {item.target: item for item in graph.inputs if item.value is not None}
-    values = {
-        target: item.value if item.name in used else _nothing(item.value)
-        for target, item in found.items()
-        if item.value is not None
-    }
-    return values | program.emitter.constants
-
-
-def _nothing(value: Tensor) -> Tensor:
-    """A tensor of this shape and dtype that takes no memory."""
-    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    found = {item.target: item.value for item in graph.inputs if item.name in used}
+    read = {target: value for target, value in found.items() if value is not None}
+    return read | program.emitter.constants
 
 
 def _outputs(graph: Graph, plan: Plan, dims: Dims, rank: int, names: Sequence[str]) -> tuple[OutputPart, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +57,7 @@ class Reads:
         self._seen: dict[int, Any] = {}
         self._watched: dict[type, Any] = {}
         self._written: set[tuple[int, str]] = set()
+        self._tracers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def has(self, state: dict[str, Any], name: str) -> bool:
         """Whether an attribute was read, as it was before forward."""
@@ -147,6 +149,8 @@ class Reads:
         self._watched[kind] = own
 
     def _record(self, value: Any, name: str, result: Any) -> None:
+        if type(value) is nn.Module and self._is_tracers(value):
+            return
         owner = self._owner(value)
         if name == "__dict__":
             if is_torch(sys._getframe(2).f_globals.get("__name__")):
@@ -156,6 +160,14 @@ class Reads:
             return  # forward has put it there
         owner.names[name] = None
         self.see(result)
+
+    def _is_tracers(self, module: nn.Module) -> bool:
+        """Whether it is the module into which torch.fx puts constants, which it alone asks for."""
+        if id(object.__getattribute__(module, "__dict__")) in self.owners:
+            return False
+        if str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.fx."):
+            self._tracers.add(module)
+        return module in self._tracers
 
     def _owner(self, value: Any) -> Owner:
         try:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -96,6 +96,19 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
             constants.append(leaf)
     refuse_sparse((f"argument {name}", tensor) for name, tensor in zip(names, tensors, strict=True))
     return Arguments(tuple(tensors), tuple(names), tuple(constants), structure)
+
+
+def require_values(call: Arguments, but: Collection[int] = ()) -> None:
+    """Raise InputError for tensors of a call that hold no values, `but` at these places."""
+    pairs = enumerate(zip(call.paths, call.tensors, strict=True))
+    bad = [path for place, (path, tensor) in pairs if tensor.is_meta and place not in but]
+    if bad:
+        raise InputError(
+            where="call of the parallel module",
+            found=f"input {bad[0]} on the meta device, without values",
+            wanted='tensors with values; of inputs="local" a graph that is known may be without',
+            remedy="pass the tensor itself, as it was prepared",
+        )
 
 
 def refuse_sparse(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -146,13 +146,15 @@ class _Flat(nn.Module):
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        with reading() as reads, by_name, (values := InputValues(fakes, self.arguments.tensors, reads)):
-            output = self.model(*args, **kwargs)
-        if self.loss_fn is not None:
-            self.enter(f"the loss {_name(self.loss_fn)}")
-            with reading(self.loss_fn), by_name, values:
-                loss = self.loss_fn(output, *loss_args, **loss_kwargs)
-            _check_loss_result(self.loss_fn, loss)
+        # Read here, for what is read below is guarded, and held as long as the program is.
+        model, loss_fn, given = self.model, self.loss_fn, self.arguments.tensors
+        with reading() as reads, by_name, (values := InputValues(fakes, given, reads)):
+            output = model(*args, **kwargs)
+        if loss_fn is not None:
+            self.enter(f"the loss {_name(loss_fn)}")
+            with reading(loss_fn), by_name, values:
+                loss = loss_fn(output, *loss_args, **loss_kwargs)
+            _check_loss_result(loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
@@ -306,6 +308,8 @@ def _trace(
     )
     with autocast_set(OFF):
         graph = builder.build(loss_index=loss_index, dropped=results.dropped)
+    for node in exported.graph.nodes:
+        node.meta.clear()  # what torch holds on to may be a constant as large as a graph
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)

@@ -25,6 +25,8 @@ from autopar.trace.user_source import first_line, user_line
 
 FORWARD = "the model's forward"
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_MIXED = "compressed tensor instance need to be on the same device"  # of structure's places and traced values
+_COMPUTED = "a CSR matrix of values that forward computes, as GraphUNet multiplies two of"
 _TEXT_LENGTH = 110  # characters of torch's words
 _TORCH_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
@@ -45,7 +47,7 @@ def refusal(cause: Exception, part: str) -> TraceError:
         )
     said = cut_text(f"{type(cause).__name__}: {first_line(cause)}", _TEXT_LENGTH)
     if _is_of_sparse(cause):
-        return sparse_refusal(where, said)
+        return sparse_refusal(where, _COMPUTED if _MIXED in str(cause) else said)
     if not type(cause).__module__.startswith("torch."):
         return TraceError(
             where=where,

@@ -37,6 +37,7 @@ Part = tuple[str, str, bytes]  # its name, what to do where ranks differ in it, 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object that says nothing else of itself
 
 _BATCH = 'pass the whole batch on every rank, or parallelize with inputs="local" and pass its samples'
+_GRAPH = "pass the same graph, whole, on every rank"
 _CALL = "make the same calls on all ranks, in the same modes"
 _STATE = "change it on all ranks alike, or call load_state_dict of the parallel module"
 _RANDOM = "seed all ranks alike, which exact_random needs"
@@ -57,9 +58,11 @@ class Agreement:
         held: Iterable[tuple[str, Tensor]],
         *,
         random: bytes = b"",
+        structure: Iterable[tuple[str, bytes]] = (),
     ) -> None:
         """Compare a call if it is its turn; `held` are tensors that every rank has whole, `random` is what
-        its masks follow from. Collective then.
+        its masks follow from, `structure` tells of inputs that are equal where others are parts. Collective
+        then.
 
         Raises InputError on every rank where they differ.
         """
@@ -70,13 +73,20 @@ class Agreement:
         whole = self._calls[kind] <= FIRST
         if dist.get_world_size() > 1 and (whole or self._count % STRIDE == 0):
             known = dict(held) if self._count <= FIRST else {}
-            compare(self._parts(call, modes, known.items(), random, whole=whole), self._device, known)
+            parts = self._parts(call, modes, known.items(), random, whole=whole)
+            graphs = ((name, _GRAPH, digest) for name, digest in structure)
+            compare((*parts, *graphs), self._device, known)
 
     def check_change(self, name: str, values: str) -> None:
         """Compare what has changed of all that forward reads, and the numbers of now; collective."""
         if dist.get_world_size() > 1:
             parts = ("what forward reads and has changed", name), (f"{name}, which forward reads,", values)
             compare(((part, _STATE, text.encode()) for part, text in parts), self._device)
+
+    def check_structure(self, structure: Iterable[tuple[str, bytes]]) -> None:
+        """Compare the graphs of a call that is prepared; collective."""
+        if dist.get_world_size() > 1:
+            compare(((name, _GRAPH, digest) for name, digest in structure), self._device)
 
     def check_shapes(self, call: Arguments) -> None:
         """Compare a call that is prepared, but for its values; collective."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from operator import attrgetter
-from typing import Any, Protocol, cast
+from operator import attrgetter, itemgetter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,8 @@ class CallPrograms:
         self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
     ) -> Entry[Program]:
         change, itself = self._change(key, call)
+        if self._local and self._tensors.is_placed:
+            _require_graph(call)
         if self._tensors.is_placed:
             go_on("by a new program" + ("" if change is None else f", as {change} has changed"))
             last = next(iter(self.cache.of(key)), None)
@@ -367,6 +369,18 @@ class CallPrograms:
         return [*first, *rest.values()]
 
 
+def _require_graph(call: Arguments) -> None:
+    """Raise InputError for a call that needs a program of its own and comes without its graph."""
+    bad = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor.is_meta]
+    if bad:
+        raise InputError(
+            where=f"input {bad[0]}",
+            found="a graph on the meta device, in a kind of call (a mode, gradients) without a program",
+            wanted="the graph itself, for which a program is made",
+            remedy="call parallel.prepare(...) in that mode with the whole batch and its graph on every rank",
+        )
+
+
 def _form(key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     """A kind of call without its constants, sizes, and place among micro-batches."""
     return tuple(part for place, part in enumerate(key) if place not in (0, 2, 6))
@@ -380,10 +394,21 @@ def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str,
     )
 
 
-def _unseen() -> AbstractContextManager[None]:
-    """Within, what autograd saves is nobody's: a checkpoint around the call would count it."""
-    return cast("AbstractContextManager[None]", torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Within, what autograd saves is nobody's: a checkpoint around the call would count it.
 
+    In the end it is let go: of a result that its own backward saves, only torch would know otherwise.
+    """
+    saved: list[list[Tensor]] = []
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+    def pack(tensor: Tensor) -> list[Tensor]:
+        saved.append([tensor])
+        return saved[-1]
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, itemgetter(0)):
+            yield
+    finally:
+        for held in saved:
+            held.clear()

@@ -7,19 +7,49 @@
 The ranks don't ask each other which batch it is. So two global batches from which some rank would
 load parts of equal shapes are refused when the second is prepared. The rows that the ranks load of a
 batch of one size are those of the first program for it; every later one must do with them.
+
+Structure, as a graph's edges, every rank passes whole; or, once it is known, like it on the meta device.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from autopar.core.samples import Samples
 from autopar.errors import InputError
 from autopar.runtime.module.serial_model import without_memory
-from autopar.trace.call_signature import Arguments
+from autopar.trace.call_signature import Arguments, require_values
+from autopar.trace.structure import digest_of
 
 Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A global call, with tensors that hold no memory, and by place the digests of its structure: those of
+    every such call that was prepared."""
+
+    call: Arguments
+    structure: dict[int, set[str]] = field(default_factory=dict)
+
+    def check(self, place: int, given: torch.Tensor) -> None:
+        """Raise InputError for a structure without values, where it may be several."""
+        digests = self.structure[place]
+        if given.is_meta and len(digests) > 1:
+            raise InputError(
+                where=f"input {self.call.paths[place]}",
+                found=f"a tensor on the meta device for one of {len(digests)} graphs of its shape",
+                wanted="the graph itself, since several were prepared",
+                remedy="pass the tensor with its values",
+            )
+
+    def digest(self, place: int, given: torch.Tensor) -> str:
+        """That of a structure as it is given; on the meta device it is any that is known."""
+        return min(self.structure[place]) if given.is_meta else digest_of(given)
 
 
 class LocalInputs:
@@ -28,7 +58,7 @@ class LocalInputs:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._rows: dict[int, tuple[range, ...]] = {}  # by the number of samples of the global batch
-        self._known: dict[tuple[int, Key], Arguments] = {}  # rank, local key -> global call
+        self._known: dict[tuple[int, Key], Known] = {}  # by rank and local key
         self._shapes: dict[Key, str] = {}  # global key -> what this rank passes, for errors
 
     def rows(self, size: int) -> range:
@@ -59,14 +89,20 @@ class LocalInputs:
         exact = samples.exact if rows == samples.rows else frozenset[str]()
         return replace(samples, rows=rows, exact=exact)
 
-    def learn(self, call: Arguments, samples: Samples | None) -> None:
-        """Know the global `call` again by what this rank passes of it."""
-        template = replace(call, tensors=tuple(map(without_memory, call.tensors)))
+    def learn(self, call: Arguments, samples: Samples | None, structure: frozenset[int]) -> None:
+        """Know the global `call` again by what this rank passes of it; `structure` are places in it."""
+        template = replace(
+            call,
+            tensors=tuple(
+                tensor.to("meta") if place in structure else without_memory(tensor)
+                for place, tensor in enumerate(call.tensors)
+            ),
+        )
         ranks = range(len(samples.rows)) if samples else (self._rank,)
         shapes_of = {rank: _shapes(call, samples, rank) for rank in ranks}
         keys = {rank: (rank, call.key_for(shapes)) for rank, shapes in shapes_of.items()}
         for rank, shapes in shapes_of.items():
-            known = self._known.get(keys[rank], call)
+            known = self._known[keys[rank]].call if keys[rank] in self._known else call
             if known.key != call.key:
                 raise InputError(
                     where=f"rank {rank} of the parallel module with local inputs",
@@ -75,7 +111,9 @@ class LocalInputs:
                     wanted="global batches whose parts differ in shape on every rank",
                     remedy="prepare batch sizes that are further apart, or fill the smaller batch up",
                 )
-        self._known |= dict.fromkeys(keys.values(), template)
+        before = self._known.get(keys[self._rank], Known(call)).structure
+        digests = {place: before.get(place, set()) | {digest_of(call.tensors[place])} for place in structure}
+        self._known |= dict.fromkeys(keys.values(), Known(template, digests))
         self._shapes[call.key] = _list(call, shapes_of[self._rank])
 
     def whole(self, call: Arguments) -> Arguments:
@@ -89,10 +127,22 @@ class LocalInputs:
                 remedy="load them with parallel.sampler(dataset), or call parallel.prepare(...) on every "
                 "rank with an example of a new global batch",
             )
-        pairs = zip(known.tensors, call.tensors, strict=True)
-        return replace(
-            known, tensors=tuple(full.detach().requires_grad_(part.requires_grad) for full, part in pairs)
-        )
+        require_values(call, but=known.structure)
+        for place in known.structure:
+            known.check(place, call.tensors[place])
+        pairs = zip(known.call.tensors, call.tensors, strict=True)
+        whole = [
+            part if place in known.structure else full.detach().requires_grad_(part.requires_grad)
+            for place, (full, part) in enumerate(pairs)
+        ]
+        return replace(known.call, tensors=tuple(whole))
+
+    def structure(self, call: Arguments) -> Iterator[tuple[str, bytes]]:
+        """What ranks must pass alike of this rank's part of a call: a name and a digest for each."""
+        known = self._known.get((self._rank, call.key))
+        for place in sorted(known.structure) if known else ():
+            assert known is not None
+            yield f"input {call.paths[place]}", known.digest(place, call.tensors[place]).encode()
 
 
 def _shapes(call: Arguments, samples: Samples | None, rank: int) -> list[tuple[int, ...]]:

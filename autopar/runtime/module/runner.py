@@ -41,9 +41,10 @@ from autopar.runtime.parameters.parameters import (
     twin_of,
 )
 from autopar.trace.autocast import without_autocast
-from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
+from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments, require_values
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
+from autopar.trace.structure import digest_of
 
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
@@ -206,8 +207,12 @@ class Runner:
     def _agree(self, call: Arguments) -> None:
         """Raise InputError where ranks differ in what they must share; not where checkpoints repeat it."""
         if torch._C._current_graph_task_id() == -1:
+            if self._local is None:
+                require_values(call)
             modes = (module.training for module in self.tree.modules)
-            self._agreement.check(call, modes, self.tensors.whole(), random=self._random_state())
+            structure = self._local.structure(call) if self._local else ()
+            whole, random = self.tensors.whole(), self._random_state()
+            self._agreement.check(call, modes, whole, random=random, structure=structure)
 
     def _random_state(self) -> bytes:
         """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
@@ -314,7 +319,13 @@ class Runner:
             self._agreement.check_shapes(call)
             program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):
-            self._local.learn(call, program.samples)
+            structure = program.executable.structure.users
+            self._local.learn(call, program.samples, structure)
+            if structure:
+                self._agreement.check_structure(
+                    (f"input {call.paths[place]}", digest_of(call.tensors[place]).encode())
+                    for place in sorted(structure)
+                )
 
     # -- samples --------------------------------------------------------------------------------
 
