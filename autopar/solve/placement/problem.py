@@ -214,7 +214,7 @@ class Problem:
         if set(moves) != {Phase.EVERY}:
             return False
         network, allowed = tensor.network, moves[Phase.EVERY]
-        if FEWER * len(starts) * len(use.needs) > max(SMALL, np.count_nonzero(allowed)):
+        if FEWER * len(starts) * len(use.needs) > max(SMALL, int(np.count_nonzero(allowed))):
             return False
         begin = np.array([network.place[layout] for layout, _ in starts], dtype=np.intp)
         ends = np.array([network.place[layout] for layout in use.needs], dtype=np.intp)
