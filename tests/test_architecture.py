@@ -58,6 +58,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.edge_operators": "the same",
     "autopar.trace.fused_products": "the same",
     "autopar.trace.placed_rows": "the same",
+    "autopar.trace.routed_products": "patterns of rows that are sorted and put back, which it rewrites",
     "autopar.trace.row_placements": "the same",
     "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.stand_ins": "what torch calls below a graph",

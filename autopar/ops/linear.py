@@ -2,6 +2,7 @@
 
 linear       "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
 grouped_mm   "t. i+, e. i+ o, e. -> t. o"     rows and groups stay whole: values say which meet
+routed_mm    "t i+, e. i+ o, t -> t o"        each row says which matrix it meets
 
 A product of k-long sums costs 2 |y| k operations.
 """
@@ -18,6 +19,7 @@ from autopar.core.work import Flops, Multiplication, Product, SizedCall
 from autopar.sharding.equation import Equation, Kind, parse
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.trace.grouped_products import GROUPED_MM
+from autopar.trace.routed_products import ROUTED_MM
 
 aten = torch.ops.aten
 
@@ -130,6 +132,21 @@ class GroupedMatMul(Rule):
             yield Sample(GROUPED_MM, (rows, matrices, torch.tensor(ends, dtype=torch.int32)))
 
 
+@register
+class RoutedMatMul(Rule):
+    """Each row times the matrix that it chooses; every rank has all matrices, or parts of each."""
+
+    targets = (ROUTED_MM,)
+
+    def equation(self, op: Instance) -> Equation:
+        return parse("t i+, e. i+ o, t -> t o")
+
+    def samples(self) -> Iterable[Sample]:
+        rows, matrices = torch.randn(10, 8), torch.randn(3, 8, 9)
+        yield Sample(ROUTED_MM, (rows, matrices, torch.tensor([2, 0, 0, 2, 1, 0, 2, 2, 1, 0])))
+        yield Sample(ROUTED_MM, (rows, matrices, torch.tensor([2, 0, 0, 2, 2, 0, 2, 2, 0, 0])))
+
+
 def _flops(left: int, right: int) -> Callable[[SizedCall], Flops]:
     """Flops of a product of the operands at two positions."""
 
@@ -156,6 +173,7 @@ declare(aten.mm, aten.bmm, aten.matmul, aten.linear, flops=_flops(0, 1))
 declare(aten.addmm, aten.baddbmm, flops=_flops(1, 2))
 declare(aten.mm, aten.bmm, products=_product(0, 1))
 declare(aten._grouped_mm, GROUPED_MM, flops=_flops(0, 1), products=_product(0, 1), group_ends=2)
+declare(ROUTED_MM, flops=_flops(0, 1), products=_product(0, 1))
 declare(aten.linear, products=_product(0, 1, columns=0))
 declare(aten.addmm, aten.baddbmm, products=_product(1, 2))
 declare(aten.mm, aten.matmul, aten.bmm, aten.dot, aten.linear, sum_of=2)

@@ -150,7 +150,7 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
     simplest = min(alike, key=complexity, default=taken[0])
-    return taken if simplest in taken else [*taken, simplest]
+    return [simplest, *(each for each in taken if each is not simplest)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -326,10 +326,13 @@ class Screen:
             return False
         best = min(self.rated(alike), key=self.rank, default=None)
         count = best.micro_batches if best else fastest.count
+        is_node = self.cluster.stage(fastest.ranks).nodes == 1
+        if is_node and best and best.nbytes <= self.cap:
+            count = 1  # all links are alike: more axes spare memory and sums by little
         if fastest.seconds(None, count) > count * fastest.scaled(fastest.work, count) * (1 + NOISE):
             return False
-        if best is None:
-            return True
+        if is_node or best is None:
+            return best is None or best.nbytes <= self.cap
         kinds = self.kinds(best.ranks, count)
         return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + SAME)
 

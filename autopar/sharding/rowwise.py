@@ -18,31 +18,36 @@ from autopar.sharding.rule import Instance, Regroup, rule_of
 
 
 def rowwise(item: Operator, specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """The operands by whose rows the rows of the operator's one result are made, each by those of its number;
-    none if that isn't known."""
-    if len(item.results) != 1 or item.results[0] is None or is_random(item.target):
-        return ()
-    shape, rule = specs[item.results[0]].shape, rule_of(item)
-    if not shape or shape[0] < 2 or rule.reads_values:
+    """The operands by whose rows those of an operator's results are made, each by those of its number; none
+    if that isn't known, or differs between results."""
+    rule = rule_of(item)
+    if not item.results or None in item.results or is_random(item.target) or rule.reads_values:
         return ()
     op = Instance(item, specs)
-    return tuple(dict.fromkeys(_regrouped(op, rule) if isinstance(rule, Regroup) else _labelled(op)))
+    found = [
+        dict.fromkeys(_regrouped(op, rule, name) if isinstance(rule, Regroup) else _labelled(op, place))
+        if specs[name].shape and specs[name].shape[0] > 1
+        else {}
+        for place, name in enumerate(item.results)
+        if name
+    ]
+    return tuple(found[0]) if all(each == found[0] for each in found) else ()
 
 
-def _regrouped(op: Instance, rule: Regroup) -> Iterator[str]:
+def _regrouped(op: Instance, rule: Regroup, result: str) -> Iterator[str]:
     """By relations of groups that both begin with the rows, which are equally many."""
-    result, length = op.operator.results[0], op.result_shape()[0]
+    length = op.specs[result].shape[0]
     for relation in rule.relations(op):
         left, right = relation.left[0], relation.right[0]
         if isinstance(left, tuple) and left[1] == 0 and right == (result, 0):
             yield from (name for name in left[:1] if op.specs[name].shape[0] == length)
 
 
-def _labelled(op: Instance) -> Iterator[str]:
-    """By the label of the result's rows."""
+def _labelled(op: Instance, place: int) -> Iterator[str]:
+    """By the label of the rows of the result at `place`."""
     rule = rule_of(op.operator)
     equation = rule.equation(op)
-    label = next(iter(equation.results[0]), None)  # none of an operator without a rule
+    label = next(iter(equation.results[place]), None)  # none of an operator without a rule
     if label is None or rule.reads_position(op, label):
         return
     free = (Kind.FREE, Kind.STATISTIC) if facts_of(op.operator.target).joins_samples else (Kind.FREE,)

@@ -21,6 +21,7 @@ from functools import cached_property
 import torch
 
 from autopar.core.graph import Graph, Operator
+from autopar.core.operator_facts import facts_of
 from autopar.sharding.rule import Instance
 
 aten = torch.ops.aten
@@ -116,7 +117,7 @@ class SortedRows:
 
     def in_groups(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
         """Sorted rows, each times the matrix of its key."""
-        if item.target is not aten._grouped_mm.default or len(given) != 3 or given[1] is not None:
+        if facts_of(item.target).group_ends != 2 or len(given) != 3 or given[1] is not None:
             return None
         return given[0] if _are(given[0], Order.ROWS) and _are(given[2], Order.ENDS, given[0]) else None
 

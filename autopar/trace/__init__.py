@@ -16,6 +16,7 @@ fused_products       sums of neighbours as such products
 edge_operators       rows that a graph's structure picks and places
 sorted_edges         edges in the order of their destinations
 grouped_products     products of groups of rows with a matrix for each
+routed_products      the same of rows where they lie, each with the matrix that it chooses
 sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
 autocast             what torch.autocast does to operators

@@ -3,6 +3,7 @@
     x.add_(y)            --> add(x, y)
     x.new_zeros(...)     --> zeros(...)
     f(x, dtype, device)  --> f(x, dtype, device=...)
+    a library's own name for an operator that is known here --> that operator
 
 A tensor that is taken for its shape alone need be neither whole nor there; programs put in their own device.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from autopar.trace.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
 
@@ -28,7 +31,13 @@ _ALIKE: dict[Any, tuple[Any, int]] = {
     aten.reshape_as.default: (aten.reshape.default, 1),
     aten.expand_as.default: (aten.expand.default, 1),
 }
+_THEIRS = {"transformers::grouped_mm_fallback": GROUPED_MM}  # what libraries define once they are imported
 _CAST_ALIKE = (aten.type_as.default, aten.to.other)
+
+
+def ours(target: Any) -> Any:
+    """The operator, or of a library's own the one of the same arguments and results that is known here."""
+    return _THEIRS.get(target._schema.name, target)
 
 
 def device_by_name(

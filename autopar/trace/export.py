@@ -46,6 +46,7 @@ from autopar.trace.input_values import InputValues
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.routed_products import with_routed_products
 from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
 from autopar.trace.simplify import only_loss, without_dead_code
 from autopar.trace.structure import (
@@ -311,7 +312,7 @@ def _trace(
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left]
     asked = asked_of(structure, flat.evaluating, arguments)
-    graph = folded(replace(graph, notes=tuple(notes), decided_by=decided_by))
+    graph = with_routed_products(folded(replace(graph, notes=tuple(notes), decided_by=decided_by)))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 

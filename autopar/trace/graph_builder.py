@@ -27,7 +27,7 @@ from autopar.core.graph import (
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
 from autopar.trace.autocast import Autocast
-from autopar.trace.call_forms import device_by_name, functional, left_open, without_example
+from autopar.trace.call_forms import device_by_name, functional, left_open, ours, without_example
 from autopar.trace.call_signature import Arguments
 from autopar.trace.casts import Casts
 from autopar.trace.checkpoint_regions import region_of
@@ -190,7 +190,7 @@ class GraphBuilder:
         elif target._schema.name.split("::")[1] in _DROPPED:
             self.graph.env[node] = None
         else:
-            self.add_operator(node, target, grad=grad)
+            self.add_operator(node, ours(target), grad=grad)
 
     def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
         """Regions under set_grad_enabled and autocast are inlined; what comes into one without gradients is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.trace.grouped_products import GROUPED_MM
@@ -52,3 +53,13 @@ def test_products_and_gradients_are_those_of_plain_products_also_of_parts_that_t
     else:
         with pytest.raises(RuntimeError, match="16 bytes"):
             run(aten._grouped_mm.default, *tensors)
+
+
+def test_one_by_one_groups_have_second_derivatives_and_a_form_for_tracers() -> None:
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((10, 5), (3, 5, 7))]
+    assert torch.autograd.gradgradcheck(lambda rows, matrices: GROUPED_MM(rows, matrices, ENDS), tensors)
+    with FakeTensorMode():
+        rows, matrices = torch.empty(10, 5, requires_grad=True), torch.empty(3, 5, 7, requires_grad=True)
+        GROUPED_MM(rows, matrices, torch.empty(3, dtype=torch.int32)).sum().backward()
+        assert rows.grad is not None and rows.grad.shape == (10, 5)
+        assert matrices.grad is not None and matrices.grad.shape == (3, 5, 7)
