@@ -40,6 +40,7 @@ from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
@@ -185,7 +186,7 @@ class MeshProblem:
 
         Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
         row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
-        where they hide, and between the two it is bisected by whether they hide in the answer.
+        where they hide, and between the two it is where the lines of known assignments meet (multipliers.py).
 
         Where other exchanges start early, there are two rows: of all of them, A, behind all that is computed,
         C, and of sums of activations, T, behind the gradients of weights, W: E >= A - theta C,
@@ -195,11 +196,11 @@ class MeshProblem:
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
         found, bound, programs = list[Step](), 0.0, WrittenPrograms()
-        low, high, multiplier = 0.0, 1.0, 1.0
+        search = MultiplierSearch(self.request.gap, bisects=self.prices.early)
         for number in range(MULTIPLIERS + self.prices.early):
             late = float(number == MULTIPLIERS)
             try:
-                row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
+                row = dataclasses.replace(ask, multiplier=search.multiplier * (1.0 - late), late=late)
                 solution = self.solve(row, limits, programs)
             except (InfeasibleError, SolverError) as error:
                 if not found:
@@ -213,11 +214,10 @@ class MeshProblem:
             bound = max(bound, found[-1].bound)
             if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
                 break
-            if found[-1].cost.exposed_sums:
-                low = multiplier
-            else:
-                high = multiplier
-            multiplier = 0.0 if len(found) == 1 else (low + high) / 2
+            step = found[-1]
+            search.note(solution.seconds, step.seconds / count, shows=step.cost.exposed_sums)
+            if search.is_over:
+                break
         return dataclasses.replace(best, bound=min(bound, best.seconds))
 
     def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import highspy
 import numpy as np
@@ -36,8 +36,9 @@ TIES_GAP, TIES_WORK = 1e-2, 5 * SECOND  # of what only decides among answers of 
 # What HiGHS is told, one after the other, until its verdict can be believed.
 Options: TypeAlias = Mapping[str, str | int]
 WITHOUT_PRESOLVE: Options = {"presolve": "off"}
+FIRST: Options = {}
 WAYS: tuple[Options, ...] = (
-    {},
+    FIRST,
     WITHOUT_PRESOLVE,
     {"presolve": "off", "simplex_strategy": 4},  # primal
     {"presolve": "on", "solver": "ipm"},
@@ -118,8 +119,9 @@ def solve(
 
 def _check(program: LinearProgram) -> None:
     """Raise SolverError for a program in which a number is none."""
-    numbers = (*program.costs, *program.ties, *program.uppers, *program.lows, *program.highs)
-    if any(map(math.isnan, numbers)) or any(map(math.isinf, (*program.costs, *program.ties))):
+    costs, ends = (program.costs, program.ties), (program.uppers, program.lows, program.highs)
+    finite = all(np.isfinite(np.asarray(each, dtype=np.float64)).all() for each in costs)
+    if not finite or any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in ends):
         raise SolverError(
             where="HiGHS",
             found="a cost or a bound that is no number",
@@ -200,13 +202,29 @@ def _set(model: highspy.Highs, options: Options) -> None:
 
 
 def _relaxed(program: LinearProgram, seconds: float, iterations: float, options: Options) -> highspy.Highs:
-    model = _loaded(program)
-    _set(model, options)
-    if iterations < math.inf:
-        model.setOptionValue("simplex_iteration_limit", round(min(iterations, MOST_ITERATIONS)))
-    model.setOptionValue("time_limit", seconds)
+    model = _ended(program) if options == FIRST else None
+    if model is None:
+        model = _loaded(program)
+        _set(model, options)
+    most = MOST_ITERATIONS if iterations == math.inf else round(min(iterations, MOST_ITERATIONS))
+    model.setOptionValue("simplex_iteration_limit", most)
+    model.setOptionValue("time_limit", model.getRunTime() + seconds)  # it counts all runs of a model
     model.run()
+    if options == FIRST:
+        program.solved[:] = [(model, len(program.lows))]
     return model
+
+
+def _ended(program: LinearProgram) -> highspy.Highs | None:
+    """The model in which a program that differs by its costs alone was solved, with these costs: from where
+    it ended, the least cost is a fraction of the way. None if there was none."""
+    for known in program.solved:
+        model, rows = cast(tuple[highspy.Highs, int], known)
+        columns = len(program.costs)
+        if (model.getNumCol(), rows) == (columns, len(program.lows)):
+            model.changeColsCost(columns, np.arange(columns, dtype=np.int32), np.asarray(program.costs))
+            return model
+    return None
 
 
 def _loaded(program: LinearProgram) -> highspy.Highs:

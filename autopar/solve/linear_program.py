@@ -35,7 +35,8 @@ class LinearProgram:
     """Variables and rows by number; `integer` variables take whole values unless the relaxation is solved.
 
     Coefficients are kept as they come, by row; what a row has twice of a variable adds up. `ties`, if there
-    are any, are the costs that decide among answers of equal cost.
+    are any, are the costs that decide among answers of equal cost. Programs that differ by their costs alone
+    share `solved`, in which the solver keeps where it ended.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -47,6 +48,7 @@ class LinearProgram:
     rows: list[Numbers] = field(default_factory=list)
     columns: list[Numbers] = field(default_factory=list)
     coefficients: list[NDArray[np.float64]] = field(default_factory=list)
+    solved: list[object] = field(default_factory=list, compare=False, repr=False)
 
     def variable(self, cost: float = 0.0, *, integer: bool = False, upper: float = math.inf) -> int:
         self.costs.append(cost)
@@ -116,7 +118,7 @@ class LinearProgram:
         """The program whose costs are the ties, of answers that cost no more than `cost`."""
         shared = ("lows", "highs", "rows", "columns", "coefficients")
         copies = {name: list(getattr(self, name)) for name in shared}
-        program = replace(self, costs=self.ties, ties=[], **copies)
+        program = replace(self, costs=self.ties, ties=[], solved=[], **copies)
         program.at_most([(each, place) for place, each in enumerate(self.costs) if each], cost)
         return program
 

@@ -83,6 +83,7 @@ class Prices(TensorPrices):
 
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
+    _plain: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # the same without credit
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
     _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
@@ -122,6 +123,14 @@ class Prices(TensorPrices):
         same = sign_of(operation, self.dims), id(strategy), member, *self._values(operation)
         if same in self._priced:
             return self._priced[same][1]
+        if same not in self._plain:
+            self._plain[same] = strategy, self._operator(operation, strategy)
+        found = self._credited(self._plain[same][1])
+        self._priced[same] = strategy, found
+        return found
+
+    def _operator(self, operation: Operator, strategy: Strategy) -> Price:
+        """The price without credit."""
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
         by_values = rule_of(operation).reads_values or not self._constants.isdisjoint(operation.operands)
@@ -134,8 +143,6 @@ class Prices(TensorPrices):
             found = self._operators[key]
             if is_general:
                 self.known.operators[sign] = found
-        found = self._credited(found)
-        self._priced[same] = strategy, found
         return found
 
     def _credited(self, price: Price) -> Price:

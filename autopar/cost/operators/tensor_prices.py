@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,6 +69,7 @@ class TensorPrices:
     _known: Known | None = None
     _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
+    _axes: dict[int, int] = field(default_factory=dict)  # the first one that is alike
     _parameters: frozenset[str] = frozenset()
     _constants: frozenset[str] = frozenset()
     _reduced: frozenset[str] = frozenset()  # tensors whose gradients are summed in `reduce`
@@ -142,7 +142,7 @@ class TensorPrices:
         of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
         what = change.effect
         wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        key = what.name, change.axis, nbytes, requires_grad, weight, wide, parts
+        key = what.name, self._axis_alike(change.axis), nbytes, requires_grad, weight, wide, parts
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is MoveAction.ALL_GATHER else 0.0
@@ -210,28 +210,43 @@ class TensorPrices:
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
         sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
-        requires_grad, weight = self._requires_grad(name), name in self._parameters
+        different, codes = np.unique(sizes, return_inverse=True)
+        tables: dict[tuple[str, int], tuple[Seconds, Seconds]] = {}  # of each size; nan where not yet asked
 
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
-            different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            price = partial(
-                self._change,
-                change,
-                requires_grad=requires_grad,
-                weight=weight,
-                wide=self.widening(name),
-                parts=self._parts_group(name),
-            )
-            parts = [price(nbytes) for nbytes in different.tolist()]
-            whole = [sum(each) for each in parts]
-            if weight and change.effect.name == "r_to_b":
-                pairs = zip(whole, different.tolist(), strict=True)
-                wide = self.widening(name)
-                whole = [self._in_buckets(each, nbytes, change.axis, wide) for each, nbytes in pairs]
-            ahead = np.array([forward for forward, _ in parts])
-            return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
+            key = change.effect.name, self._axis_alike(change.axis)
+            if key not in tables:
+                tables[key] = np.full(len(different), np.nan), np.full(len(different), np.nan)
+            whole, ahead = tables[key]
+            larger = np.maximum(codes[source], codes[target])
+            wanted = np.bincount(larger, minlength=len(different)) > 0
+            for place in np.flatnonzero(wanted & np.isnan(whole)).tolist():
+                whole[place], ahead[place] = self._whole_change(name, change, int(different[place]))
+            return whole[larger], ahead[larger]
 
         return seconds
+
+    def _whole_change(self, name: str, change: Change, nbytes: int) -> tuple[float, float]:
+        """Seconds of a change of placement, a weight's all-reduce as that of a bucket, and those of them that
+        are before the loss."""
+        weight, wide = name in self._parameters, self.widening(name)
+        requires_grad, parts = self._requires_grad(name), self._parts_group(name)
+        ahead, back = self._change(
+            change, nbytes, requires_grad=requires_grad, weight=weight, wide=wide, parts=parts
+        )
+        whole = ahead + back
+        if weight and change.effect.name == "r_to_b":
+            whole = self._in_buckets(whole, nbytes, change.axis, wide)
+        return whole, ahead
+
+    def _axis_alike(self, axis: int) -> int:
+        """The first axis of as many devices on the same links: exchanges on both cost the same."""
+        if not self._axes:
+            mesh, first = self.dims.mesh, dict[object, int]()
+            for each in mesh.axes:
+                sign = mesh.shape[each], self.cluster.link(mesh, each), self.cluster.nodes_of(mesh, (each,))
+                self._axes[each] = first.setdefault(sign, each)
+        return self._axes[axis]
 
     def _action(self, action: MoveAction, nbytes: int, axis: int) -> float:
         match action:

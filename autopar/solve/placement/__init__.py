@@ -6,11 +6,13 @@ operator_variables   of it the variables of operators, by class and strategy
 memory_rows       of it what variables hold: the cap, and the price of bytes
 tensor_classes    who makes and takes each tensor, and which are treated alike
 memory_price      what bytes cost where no row can state the cap
+direct_ways       of a tensor with one use, from layout to layout
 flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for
 fold              equal blocks, planned once
 symmetry          axes that are interchangeable
+multipliers       of what hides: which to solve for next
 written_programs   one program under several multipliers, written once
 search            solves it, and checks the answer
 decode            from choices to a Program

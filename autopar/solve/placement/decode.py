@@ -6,7 +6,7 @@ paths that are found anew between the layouts in which a tensor is made and used
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,11 +147,9 @@ def _moves_of(
     source, needs = ends(problem, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
         return ()
-    flowing = None if values is None else _reach(source, needs, tensor.used(values, INTEGRAL))
-
     parameter = problem.wiring.is_parameter(tensor.name)
 
-    def path(*, leads: bool) -> tuple[Move, ...]:
+    def path(*, leads: bool, around: bool = around) -> tuple[Move, ...]:
         key = tensor.name, source, tuple(needs), gathering, leads, around
         if key not in problem.paths:
             problem.paths[key] = tree_within(
@@ -164,7 +162,9 @@ def _moves_of(
             )
         return problem.paths[key]
 
-    candidates = [flowing] if flowing is not None else []
+    candidates = list(_flowing(tensor, source, needs, values))
+    if tensor.ways is not None and values is not None:
+        candidates.append(path(leads=False, around=True))
     if problem.wiring.is_fixed(tensor.name) and values is None:
         raise RuleError(
             where=f"buffer {tensor.name}",
@@ -183,6 +183,16 @@ def _moves_of(
         return repeated + _regather_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
+
+
+def _flowing(
+    tensor: TensorClass, source: Layout, needs: list[Layout], values: tuple[float, ...] | None
+) -> Iterator[tuple[Move, ...]]:
+    """What the flows of the solver's `values` use, if that leads to all needs."""
+    if values is not None and tensor.ways is None:
+        found = _reach(source, needs, tensor.used(values, INTEGRAL))
+        if found is not None:
+            yield found
 
 
 def _seconds_of_moves(

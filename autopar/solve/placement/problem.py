@@ -33,7 +33,8 @@ state the cap.
               when backward begins: gradients, unless those of earlier micro-batches are there, come
               later; and the state with them when it ends
 
-A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
+A tensor with one use needs no z: its cost is on f; where its ways from layout to layout are fewer than
+moves, f is of these (direct_ways.py). Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
 
 Operators are recomputed in whole parts, whose inputs are kept (recompute.py): r, which asks for no
@@ -72,6 +73,7 @@ from autopar.core.placement import Layout, Shard
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
 from autopar.solve.linear_program import LinearProgram, Terms
+from autopar.solve.placement.direct_ways import DirectWays, ways
 from autopar.solve.placement.flow_rows import ONE, FlowRows
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
@@ -81,6 +83,8 @@ from autopar.solve.placement.operator_variables import OperatorVariables, value_
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use, Wiring
 
+FEWER = 2  # times as many moves as ways there must be for these to be solved sooner
+SMALL = 32  # moves, of which ways may be as many
 Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
 
 
@@ -157,6 +161,11 @@ class Problem:
             return tensor
         changed = copy.copy(tensor)
         changed.network = after
+        if tensor.ways:
+            exist = tensor.ways.variables >= 0
+            seconds = self.times(tensor, Phase.EVERY) * tensor.ways.seconds(after)[exist]
+            for variable, cost in zip(tensor.ways.variables[exist].tolist(), seconds.tolist(), strict=True):
+                self.lp.costs[variable] = cost
         for phase, variables in tensor.paid.items():
             moves = np.flatnonzero((after.seconds != before.seconds) & (variables >= 0))
             times = self.times(tensor, phase)
@@ -183,17 +192,56 @@ class Problem:
         tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)
         tensor.network = network = self.prices.network(tensor.name, placements, alike=self.alike, fixed=ends)
         fixed = self.wiring.is_fixed(tensor.name)
-        count, shared = float(len(tensor.members)), len(uses) > 1
+        count = float(len(tensor.members))
         taken = [
             phased(
                 network,
                 starts,
                 np.zeros(len(network.source), dtype=np.bool_)
                 if fixed
-                else self.arcs(tensor.name, network, sources, use, alone=not shared),
+                else self.arcs(tensor.name, network, sources, use, alone=len(uses) == 1),
             )
             for use in uses
         ]
+        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
+            self.add_flows(tensor, starts, uses, taken)
+        self.save(tensor, uses, count)
+
+    def join(
+        self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[Phase, Flags]
+    ) -> bool:
+        """Add the ways from where a tensor is made to its only use, if they are fewer than its moves."""
+        if set(moves) != {Phase.EVERY}:
+            return False
+        network, allowed = tensor.network, moves[Phase.EVERY]
+        if FEWER * len(starts) * len(use.needs) > max(SMALL, int(np.count_nonzero(allowed))):
+            return False
+        begin = np.array([network.place[layout] for layout, _ in starts], dtype=np.intp)
+        ends = np.array([network.place[layout] for layout in use.needs], dtype=np.intp)
+        seconds = ways(network, begin, ends, allowed)
+        exist = np.isfinite(seconds)
+        variables = np.full(seconds.shape, -1)
+        variables[exist] = self.lp.variables(seconds[exist] * self.times(tensor, Phase.EVERY))
+        tensor.ways = DirectWays(begin, ends, allowed, variables)
+        rows = FlowRows(self.lp, len(begin) + len(ends))
+        for number, terms in enumerate(starts.values()):
+            rows.add(number, None, terms)
+        for number, terms in enumerate(use.needs.values()):
+            rows.add(len(begin) + number, None, [(-amount, variable) for amount, variable in terms])
+        places = np.nonzero(exist)
+        rows.carry(places[0], len(begin) + places[1], None, variables[places])
+        rows.write()
+        return True
+
+    def add_flows(
+        self,
+        tensor: TensorClass,
+        starts: Mapping[Place, Terms],
+        uses: Sequence[Use],
+        taken: Sequence[Mapping[Phase, Flags]],
+    ) -> None:
+        """Add the moves of a tensor, and the flow of each use over them."""
+        network, shared = tensor.network, len(uses) > 1
         for phase in taken[0]:
             seconds = network.seconds * self.times(tensor, phase)
             moves = np.logical_or.reduce([each[phase] for each in taken])
@@ -202,7 +250,6 @@ class Problem:
         for use, moves_in in zip(uses, taken, strict=True):
             flows = self.flows(tensor, use, moves_in, shared=shared)
             self.conserve(tensor, starts, use, flows, copies=copies)
-        self.save(tensor, uses, count)
 
     def layouts_of_interest(
         self, name: str, sources: Sequence[Layout], uses: Sequence[Use]

@@ -35,6 +35,7 @@ from autopar.solve.placement.written_programs import WrittenPrograms
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
+FEW = 16  # strategies of an operator, of which most have a name of their own
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -88,7 +89,8 @@ def choose_named(
         brief=brief,
         programs=programs,
     )
-    if not alike:
+    few = sum(map(len, space.strategies.values())) <= FEW * len(space.strategies)
+    if not alike or (few and not bounded):  # without names it would hardly be solved sooner
         return ask(space, bounded=bounded, cutoff=cutoff)
     nameless = partial(
         programs.problem,

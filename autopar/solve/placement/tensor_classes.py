@@ -12,6 +12,7 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.sharding.atoms import Atoms
 from autopar.solve.linear_program import Terms
+from autopar.solve.placement.direct_ways import DirectWays
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase
 
@@ -30,13 +31,14 @@ class Use:
 @dataclass(slots=True)
 class TensorClass:
     """Tensors that the plan treats alike; `name` stands for them. For each move of `network` there is the
-    variable that pays for it in a phase, or -1."""
+    variable that pays for it in a phase, or -1; of a tensor that goes straight to its use `ways` instead."""
 
     name: str
     members: list[str]
     network: Network = field(init=False)
     asked: tuple[Placements, frozenset[Layout]] = field(init=False)  # what the network was asked for
     paid: dict[Phase, Numbers] = field(default_factory=dict)
+    ways: DirectWays | None = None
 
     def used(self, values: Sequence[float], least: float) -> set[Move]:
         """The moves of which an answer makes more than `least`."""

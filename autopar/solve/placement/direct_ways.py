@@ -1,0 +1,47 @@
+"""A tensor with one use goes straight from the layout in which it is made to the one in which it is needed.
+
+    made      S(0)   R            needed    S(1)   R         one variable for each of the four ways,
+                                                             at the cost of its cheapest moves
+
+Nothing shares its conversions and nothing bounds their flow, so a flow over single moves parts into cheapest
+ways: the program is the same, of as many variables as there are pairs instead of moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.convert.network import Flags, Network, Numbers, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DirectWays:
+    """The ways from the layouts numbered `starts` to those numbered `ends`, over `allowed` moves; `variables`
+    [start, end] has the flow of each, -1 where there is no way."""
+
+    starts: Numbers
+    ends: Numbers
+    allowed: Flags
+    variables: Numbers
+
+    def seconds(self, network: Network) -> Seconds:
+        """What each way costs in `network`, in the order of `variables`; inf where there is none."""
+        return ways(network, self.starts, self.ends, self.allowed)
+
+
+def ways(network: Network, starts: Numbers, ends: Numbers, allowed: Flags) -> Seconds:
+    """Seconds of the cheapest ways [start, end] over `allowed` moves, by Bellman and Ford."""
+    moves = np.flatnonzero(allowed)
+    moves = moves[np.argsort(network.target[moves], kind="stable")]
+    source, seconds = network.source[moves], network.seconds[moves]
+    targets, first = np.unique(network.target[moves], return_index=True)
+    found = np.full((len(network.layouts), len(starts)), np.inf)
+    found[starts, np.arange(len(starts))] = 0.0
+    while len(moves):
+        arriving = np.minimum.reduceat(found[source] + seconds[:, None], first)
+        if not (arriving < found[targets]).any():
+            break
+        found[targets] = np.minimum(found[targets], arriving)
+    return np.ascontiguousarray(found[ends].T)
