@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,23 @@ def test_little_work_ends_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.solve.highs.WAYS", (highs.WITHOUT_PRESOLVE,))
     assert solve(shares(), relaxed=True, work=1e-9).status == "time_limit"
     assert solve(shares(), relaxed=True).status == "optimal"
+
+
+def test_other_costs_are_solved_from_where_the_relaxation_ended() -> None:
+    first = shares()
+    before = solve(first, relaxed=True)
+    (kept,) = first.solved
+    other = replace(first, costs=[5.0 - cost for cost in first.costs])
+    again, fresh = solve(other, relaxed=True), solve(replace(other, solved=[]), relaxed=True)
+    assert other.solved is first.solved and kept[0] is other.solved[0][0]  # type: ignore[index]
+    assert again.cost == pytest.approx(fresh.cost) != pytest.approx(before.cost)
+    assert again.bound == pytest.approx(fresh.bound)
+    assert solve(first, relaxed=True).cost == pytest.approx(before.cost)
+
+
+def test_a_program_with_other_rows_is_not_solved_from_there() -> None:
+    program = shares()
+    solve(program, relaxed=True)
+    program.at_least([(1.0, COUNT - 1)], 2.0)
+    assert solve(program, relaxed=True).values[COUNT - 1] == pytest.approx(2.0)  # type: ignore[index]
+    assert program.for_ties(1.0).solved is not program.solved

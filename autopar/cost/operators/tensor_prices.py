@@ -227,8 +227,10 @@ class TensorPrices:
         return seconds
 
     def _whole_change(self, name: str, change: Change, nbytes: int) -> tuple[float, float]:
-        """Seconds of a change of placement, a weight's all-reduce as that of a bucket, and those of them that
-        are before the loss."""
+        """Seconds of a change of placement, and those of them before the loss.
+
+        A weight's all-reduce is that of a bucket.
+        """
         weight, wide = name in self._parameters, self.widening(name)
         requires_grad, parts = self._requires_grad(name), self._parts_group(name)
         ahead, back = self._change(

@@ -1,4 +1,4 @@
-"""A tensor with one use goes straight from the layout in which it is made to the one in which it is needed.
+"""A tensor with one use goes straight from where it is made to where it is needed.
 
     made      S(0)   R            needed    S(1)   R         one variable for each of the four ways,
                                                              at the cost of its cheapest moves

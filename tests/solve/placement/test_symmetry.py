@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,9 +16,10 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement import symmetry
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named
+from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named, forget
 from tests.solve.brute_force import DEVICE, branches, chain, unfolded
 
 ONE_NODE = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
@@ -39,3 +41,19 @@ def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, bounded=True)
     assert found.bound <= best.seconds * (1 + 1e-6)
     assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds / (1 - WORTH)
+
+
+def test_few_strategies_keep_their_names_where_no_bound_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 2, 2)))
+    prices = Prices(graph, dims, ONE_NODE, CostModel(GPU, {}, CollectiveTable({})))
+    folding = unfolded(graph)
+    space = build_space(graph, prices, folding)
+    few = replace(space, strategies={name: each[:4] for name, each in space.strategies.items()})
+    calls = []
+    monkeypatch.setattr(symmetry, "forget", lambda *args: calls.append(args) or forget(*args))
+    for bounded in (False, True):
+        ask = partial(choose_named, graph, prices, few, folding, cap=None, gap=1e-9, time_limit=None)
+        found = ask(bounded=bounded)
+        assert len(calls) == bounded
+        assert found.seconds == pytest.approx(choose(graph, prices, few, folding, gap=1e-9).seconds)
