@@ -164,8 +164,10 @@ _last: list[weakref.ref[Any]] = []  # the accelerator that was given a parallel 
 
 
 def _exchange_nothing() -> None:
-    """From now on `gather`, `gather_object` and `reduce` of accelerate.utils, wherever they are imported, are
-    the methods of the accelerator of a parallel module, while there is one."""
+    """Let functions of accelerate.utils that exchange be methods of the accelerator of a parallel module.
+
+    They are `gather`, `gather_object` and `reduce`, wherever they are imported, while there is one.
+    """
     known = {name: getattr(operations, name) for name in ("_gpu_gather", "_gpu_gather_object")}
     if any(hasattr(function, "_knows_parallel") for function in known.values()):
         return

@@ -25,7 +25,7 @@ _MARK = "_autopar_empty_lists"
 
 
 def take_empty_lists() -> None:
-    """From now on an optimizer that is made of no parameters, on a rank of a model in stages, stands by."""
+    """Let optimizers that are made of no parameters, on ranks of a model in stages, stand by."""
     if hasattr(Optimizer, _MARK):
         return
     make = Optimizer.__init__

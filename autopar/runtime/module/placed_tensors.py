@@ -213,8 +213,10 @@ class PlacedTensors:
         return self._mesh[1]
 
     def _check_stages(self, made: StagedExecutable) -> None:
-        """Raise InputError where pipeline ranks use parameters that they have no copy of, or have copies of
-        parameters that learn and don't use them."""
+        """Raise InputError where a program uses parameters on other pipeline ranks than hold them.
+
+        What learns is used by all ranks that have a copy, or by none of these.
+        """
         elsewhere = {
             name: ranks
             for name, ranks in made.holders.items()
