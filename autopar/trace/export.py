@@ -154,11 +154,11 @@ class _Flat(nn.Module):
         model, given = self.model, self.arguments.tensors
         with reading() as reads, by_name, (values := InputValues(fakes, given, reads)):
             output = model(*args, **kwargs)
-        if (loss_fn := self.loss_fn) is not None:
-            self.enter(f"the loss {_name(loss_fn)}")
-            with reading(loss_fn), by_name, values:
+        if self.loss_fn is not None:
+            self.enter(f"the loss {_name(self.loss_fn)}")
+            with reading(self.loss_fn), by_name, values:
                 loss = self.loss_fn(output, *loss_args, **loss_kwargs)
-            _check_loss_result(loss_fn, loss)
+            _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
