@@ -66,7 +66,7 @@ def _are_alike(
 
 
 def _same_vertices(graph: Graph, dims: Dims) -> Iterator[tuple[Atom, Atom]]:
-    """Components of dim 0 of what edges lead from and of what they lead to, if these may be one dim."""
+    """Components of dim 0 at both ends of edges, where these may be one dim."""
     makers = {name: item for item in graph.operators for name in item.results if name is not None}
     for item in graph.operators:
         result = item.results[0]

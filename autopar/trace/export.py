@@ -132,6 +132,10 @@ class _Flat(nn.Module):
         self.training = model.training
         self.enter = enter
 
+    def let_go(self) -> None:
+        """Keep the loss alone, which is guarded as long as a program is there."""
+        del self.arguments, self.values, self.fixed, self.evaluating
+
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with holding(self.model, self.fixed), self.evaluating:
             return self._forward(tensors)
@@ -146,15 +150,15 @@ class _Flat(nn.Module):
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        # Read here, for what is read below is guarded, and held as long as the program is.
-        model, loss_fn, given = self.model, self.loss_fn, self.arguments.tensors
+        # Read here, for what is read below is guarded; of the rest, the loss is to be.
+        model, given = self.model, self.arguments.tensors
         with reading() as reads, by_name, (values := InputValues(fakes, given, reads)):
             output = model(*args, **kwargs)
-        if loss_fn is not None:
-            self.enter(f"the loss {_name(loss_fn)}")
-            with reading(loss_fn), by_name, values:
-                loss = loss_fn(output, *loss_args, **loss_kwargs)
-            _check_loss_result(loss_fn, loss)
+        if self.loss_fn is not None:
+            self.enter(f"the loss {_name(self.loss_fn)}")
+            with reading(self.loss_fn), by_name, values:
+                loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+            _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
@@ -316,6 +320,7 @@ def _trace(
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left]
     asked = asked_of(structure, flat.evaluating, arguments)
+    flat.let_go()
     graph = with_routed_products(folded(replace(graph, notes=tuple(notes), decided_by=decided_by)))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 

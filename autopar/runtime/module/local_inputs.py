@@ -48,7 +48,7 @@ class Known:
             )
 
     def digest(self, place: int, given: torch.Tensor) -> str:
-        """That of a structure as it is given; on the meta device it is any that is known."""
+        """The digest of a structure as it is given, on the meta device any that is known."""
         return min(self.structure[place]) if given.is_meta else digest_of(given)
 
 
