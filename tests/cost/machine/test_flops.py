@@ -16,6 +16,7 @@ from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
 from autopar.runtime.compiled.fused_kernel import FUSED
 from autopar.trace.grouped_products import GROUPED_MM
+from autopar.trace.routed_products import ROUTED_MM
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten
@@ -142,6 +143,8 @@ def test_each_row_meets_the_matrix_of_its_own_group() -> None:
     for target in (ATEN._grouped_mm.default, GROUPED_MM):
         subject = call(target, rows, matrices, ends)
         assert training_flops(subject) == Flops(2 * 10 * 8 * 16, 2 * 2 * 10 * 8 * 16)
+    subject = call(ROUTED_MM, rows, matrices, TensorSpec((10,), torch.int64, False))
+    assert training_flops(subject) == Flops(2 * 10 * 8 * 16, 2 * 2 * 10 * 8 * 16)
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
@@ -155,5 +158,6 @@ def test_every_closed_form_is_proved() -> None:
     proved = {subject.target.overloadpacket for subject in CASES.values()}
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
     closed = {target.overloadpacket for target, facts in _declared.items() if facts.flops}
-    by_hand = {SPARSE, FUSED.overloadpacket, ATEN._grouped_mm, GROUPED_MM.overloadpacket}
+    experts = {ATEN._grouped_mm, GROUPED_MM.overloadpacket, ROUTED_MM.overloadpacket}
+    by_hand = {SPARSE, FUSED.overloadpacket} | experts
     assert closed - proved == by_shape | by_hand
