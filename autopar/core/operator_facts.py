@@ -64,6 +64,7 @@ class Facts:
     skips_empty: bool = False  # joins a list of tensors, the empty ones of which may be left out
     only_moves: bool = False  # moves or renames elements: rounding may come before or after it
     casts_on_cuda: bool | None = None  # what autocast does there, where no device is there to be asked
+    casts_inside: bool = False  # autocast rounds between its parts on all devices, which no operand shows
     packs_weights: bool = False  # for cuDNN, which casts them: no cast of operands reaches the same kernels
     is_cast: bool = False
     is_zero: bool = False

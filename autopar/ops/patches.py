@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
@@ -141,3 +142,6 @@ class ShortTimeFourier(Rule):
             (x, 8, 4, 8, window, True, "reflect", False, True, True),
             constant=("operand_1",),
         )
+
+
+declare(aten.affine_grid_generator, casts_inside=True)

@@ -100,6 +100,10 @@ class Casting:
     def _find(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
     ) -> Cast:
+        if dtype is not None and facts_of(target).casts_inside:
+            if map_specs((args, kwargs), partial(casted, dtype=dtype)) != (args, kwargs):
+                raise UncastError
+            return self._written(target, args, kwargs, None)
         if dtype is None or not may_cast(target, self._device):
             return self._written(target, args, kwargs, None)
         facts, on_cuda = facts_of(target), self._device == "cuda"
