@@ -14,6 +14,7 @@ screening         what numbers of these, and meshes, would take, told from a few
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take
+sample_costs      what of an assignment's seconds follows the samples of a micro-batch
 optimizer_state   what an optimizer keeps beside each weight
 measured_first    which operators are measured first: what decides between the best plans
 agree             one plan for all ranks

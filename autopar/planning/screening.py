@@ -27,14 +27,10 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
-from autopar.core.placement import Shard
-from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
-from autopar.cost.program.gathering import regathers
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.cost.program.step import move_seconds
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
 from autopar.planning.apart import IN_VAIN, error_of, margin
@@ -43,6 +39,7 @@ from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
+from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
 from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND
@@ -235,12 +232,17 @@ class Screen:
         for place, count in enumerate(self.counts):
             if all(each.saved_bytes * each.count > count * self.cap for each in alone):
                 continue
-            with contextlib.suppress(TraceError):
-                found, self.fewest = self.screen(1, self.traced(count)), count
-                if place and self.request.recompute is Recompute.AUTO and not is_over(self.deadline):
-                    fewer = _nearest(self.counts[:place], count / 2)
-                    found = [*self.screen(1, self.traced(fewer)), *found]
-                return found
+            try:
+                sample = self.traced(count)
+            except TraceError:
+                continue
+            self.fewest = count
+            found = self.screen(1, sample)
+            if place and self.request.recompute is Recompute.AUTO and not is_over(self.deadline):
+                with contextlib.suppress(TraceError):
+                    fewer = self.traced(_nearest(self.counts[:place], count / 2))
+                    found = [*self.screen(1, fewer), *found]
+            return found
         return []
 
     def is_even(self, alone: Sequence[Screened]) -> bool:
@@ -289,7 +291,8 @@ class Screen:
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
         found: list[Placed] = []
-        for mesh in self.meshes(ranks):
+        meshes = self.meshes(ranks)
+        for mesh in meshes:
             if found and (is_over(self.deadline) or self.is_flat_enough(found[0].screened)):
                 break
             problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
@@ -298,6 +301,8 @@ class Screen:
                 if is_probe and not self.fits_at_once(found[0].screened):
                     break
             except SolverError:
+                if not found and mesh == meshes[-1]:
+                    raise
                 self.notes += (f"mesh {mesh} was left out with {ranks} stages: its program takes too long",)
         return [each for one in self.simpler(found) for each in one.screened]
 
@@ -402,13 +407,13 @@ class Screen:
             count=sample.count,
             samples=samples,
             cost=cost,
-            work=_work(priced),
+            work=work_of(priced),
             slowest=evenness * cost.micro_batch,
             weights=sum(price.weights for price in prices),
             hiding=priced.prices.overlap * sum(price.behind for price in prices),
-            shards=_shards(priced.graph, priced.program, samples, seconds),
+            shards=shares_of(priced.graph, priced.program, samples, seconds),
             free=self.request.force is None,
-            fixed=launches * launch + _weight_seconds(priced, launch) + _gathers(priced),
+            fixed=launches * launch + weight_seconds(priced, launch) + gather_seconds(priced),
             hop_bytes=self.least_crossing(priced),
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
@@ -452,59 +457,3 @@ class Screen:
             return replace(self.request, pipeline_ranks=ranks, micro_batches=count).kinds()
         except InputError:
             return []
-
-
-def _work(priced: PricedProgram) -> float:
-    """Seconds of operators, of each its part that all devices would have if they shared it evenly."""
-    devices, found = priced.program.mesh.num_devices, 0.0
-    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
-        options = zip(priced.program.strategies[item.name], priced.program.mesh.shape, strict=True)
-        found += price.compute * math.prod(size for option, size in options if option.shards) / devices
-    return found
-
-
-def _weight_seconds(priced: PricedProgram, launch: float) -> float:
-    """Seconds, but for launches, of gradients as large as an embedding, whatever the samples are.
-
-    Of what an operator without products writes and reads for them, its weights are one part and its results
-    the other."""
-    seconds, nbytes, specs = 0.0, priced.prices.local_bytes, priced.graph.specs
-    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
-        if price.weights and not price.flops:
-            strategy = priced.program.strategies[item.name]
-            weights = sum(
-                nbytes(name, tuple(option.operands[place] for option in strategy))
-                for place, name in enumerate(item.operands)
-                if specs[name].requires_grad
-            )
-            results = sum(
-                nbytes(name, tuple(option.results[place] for option in strategy))
-                for place, name in enumerate(item.results)
-                if name
-            )
-            moved = max(0.0, price.weights - price.launches * launch)
-            seconds += moved * weights / max(1, weights + results)
-    return seconds
-
-
-def _gathers(priced: PricedProgram) -> float:
-    """Seconds in which every micro-batch gathers weights that lie in shards, and scatters their gradients."""
-    parameters = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
-    found = sum(each.seconds for each in regathers(priced))
-    for value in priced.values.of.values():
-        if value.move is not None and value.name in parameters and not value.leads:
-            found += sum(move_seconds(priced.prices, value, name_is_weight=True))
-    return found
-
-
-def _shards(graph: Graph, program: Program, samples: int, seconds: Sequence[float]) -> dict[int, float]:
-    """Among how many devices the samples are split, and for which part of the operators' seconds."""
-    found: dict[int, float] = {}
-    for item, each in zip(graph.operators, seconds, strict=True):
-        result, devices = item.results[0], 1
-        if result is not None and graph.specs[result].shape[:1] == (samples,):
-            for option, size in zip(program.strategies[item.name], program.mesh.shape, strict=True):
-                devices *= size if option.results[0] == Shard(0) else 1
-        found[devices] = found.get(devices, 0.0) + each
-    total = sum(found.values())
-    return {devices: each / total for devices, each in found.items()} if total else {1: 1.0}

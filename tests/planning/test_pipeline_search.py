@@ -553,3 +553,28 @@ def test_few_choices_are_planned_two_for_one_number_of_ranks_and_one_without_sta
     assert planned(2, 4, 8, 16) == [0, 1, 2]
     assert planned(2, 4, 8, 16, 1, 1) == [0, 1, 2, 4]
     assert planned(1, 1, 1, 2) == [0, 1, 3]
+
+
+def test_meshes_of_which_none_is_solved_in_time_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        raise SolverError(where="HiGHS", found="nothing", wanted="an answer", remedy="give more time")
+
+    monkeypatch.setattr(Screen, "placed", late)
+    screen = Screen(graph_of, [1, 2], BATCH, CLUSTER, OPEN, None)
+    with pytest.raises(SolverError, match="give more time"):
+        screen.screen(1)
+
+
+def test_half_as_many_micro_batches_that_can_not_be_traced_leave_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def graph(count: int) -> Any:
+        if count == 2:
+            raise TraceError(where="forward", found="two", wanted="others", remedy="choose others")
+        return graph_of(count)
+
+    screen = Screen(graph, [1, 2, 4], BATCH, CLUSTER, OPEN, None)
+    alone = screen.screen(1, is_probe=True)
+    screen.cap = max(each.saved_bytes for each in alone) / 3  # one of four fits
+    found = screen.screened_in_parts(alone)
+    assert {each.count for each in found} == {4} and screen.fewest == 4
