@@ -48,10 +48,15 @@ def _read_first(text: str, name: str) -> bool:
 
 
 class Neighbours(nn.Module):
-    """A net on a graph: the sum of what comes along edges."""
+    """A net on a graph: a layer of the sum of what comes along edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+        found: torch.Tensor = self.layer(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]))
+        return found
 
 
 class Given:
