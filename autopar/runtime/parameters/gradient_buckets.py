@@ -11,6 +11,9 @@ ranks agree whatever the engine does; what has not gone out when backward ends g
 A parameter that gets no gradient in a backward is left out of its bucket: every rank runs the same
 program, so all ranks leave out the same ones.
 
+Ranks of one machine's CPUs sum by streams of their own, which nothing but the ranks carry: all their buckets
+are summed when backward ends.
+
 Where gradients come in backward decides which of the program's own collectives a bucket follows, and
 that must be alike on all ranks too. It is: autograd runs what was made last first, and gives a leaf its
 gradient as soon as its last use has run, so that the order is that of the program, which ranks share.
@@ -28,11 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.runtime.collectives import groups
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.parameters import plainly
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
@@ -108,7 +110,7 @@ class Sums:
         self._next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # those whose storage something else holds too
-        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Any]] = []
+        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Callable[[], object]]] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
         """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
@@ -139,8 +141,8 @@ class Sums:
 
     def totals(self) -> Iterator[tuple[int, Tensor]]:
         """Wait for the sums and give them, with their members' indices, in the order of launching."""
-        for members, flat, forms, work in self._flights:
-            work.wait()
+        for members, flat, forms, arrived in self._flights:
+            arrived()
             totals = torch.split(flat, [shape.numel() for shape, _ in forms])
             for member, total, (shape, dtype) in zip(members, totals, forms, strict=True):
                 yield member.index, total.view(shape).to(dtype)
@@ -158,8 +160,8 @@ class Sums:
                 torch.cat([part.reshape(-1) for part in parts], out=flat)
             else:
                 flat = parts[0].view(-1)
-        work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
-        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], work))
+        arrived = transport.all_reduce_later(flat, groups.group(bucket.key))
+        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], arrived))
 
 
 @dataclass(slots=True)
