@@ -130,20 +130,23 @@ def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
     return work.wait  # type: ignore[no-any-return]
 
 
-def all_reduce_later(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
-    """An `all_reduce` that has ended when what is returned has been called.
+def start_sum(x: Tensor, group: ProcessGroup, *, later: bool) -> Callable[[], object]:
+    """Begin to sum gradients as `all_reduce` does; the sum is there once what is returned has been called.
 
-    It begins at once where something else carries it. The ranks' own streams begin when it is waited for: each
-    exchange waits for the slower rank, and compute that could go on meanwhile would stand still.
+    The ranks' own streams end an exchange before they return, and so each waits for the slowest rank: `later`
+    has them begin only when the sum is waited for.
     """
-    if x.is_cpu and not x.is_complex() and groups.wires(group):
+    if not x.is_cpu or x.is_complex() or not groups.wires(group):
+        work: Any = dist.all_reduce(x, group=group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+    if later:
         return partial(all_reduce, x, group)
-    work: Any = dist.all_reduce(x, group=group, async_op=True)
-    return work.wait  # type: ignore[no-any-return]
+    all_reduce(x, group)
+    return lambda: None
 
 
 def _reduce_by_parts(x: Tensor, group: ProcessGroup, reduced: Callable[[Tensor], Tensor]) -> None:
-    """Rank k reduces part k of the flat `x` and sends it to all; `x` has more elements than the group ranks."""
+    """Rank k reduces part k of the flat `x` and sends it to all; no part is empty."""
     me, parts = group.rank(), x.tensor_split(group.size())
     mine, peers = parts[me], [peer for peer in range(group.size()) if peer != me]
     landed = mine.new_empty(group.size(), len(mine))

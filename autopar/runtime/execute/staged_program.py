@@ -186,7 +186,7 @@ class StagedProgram:
             if group is not None:
                 mine = totals.get(target)
                 total = torch.zeros_like(local(self._find(target)())) if mine is None else mine.contiguous()
-                arrivals.append(transport.all_reduce_later(total, group))
+                arrivals.append(transport.start_sum(total, group, later=True))
                 totals[target] = total
         for arrived in arrivals:
             arrived()

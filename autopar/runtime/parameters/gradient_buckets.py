@@ -11,8 +11,8 @@ ranks agree whatever the engine does; what has not gone out when backward ends g
 A parameter that gets no gradient in a backward is left out of its bucket: every rank runs the same
 program, so all ranks leave out the same ones.
 
-Ranks of one machine's CPUs sum by streams of their own, which nothing but the ranks carry: all their buckets
-are summed when backward ends.
+CPUs of one machine sum by streams of their own, which no other thread carries: while backward runs a bucket
+is put together, and summed when it has ended. Stages, which wait for each other, sum at once.
 
 Where gradients come in backward decides which of the program's own collectives a bucket follows, and
 that must be alike on all ranks too. It is: autograd runs what was made last first, and gives a leaf its
@@ -94,13 +94,18 @@ class Sums:
     """The sums of one round of gradients: each is added once, or in shares, each bucket launched when all
     its members have come and the buckets before it are on their way.
 
-    `memory(bucket, length, like)` is a vector for a bucket that is put together.
+    `memory(bucket, length, like)` is a vector for a bucket that is put together. `later` is for who computes
+    to the end without waiting: sums that this thread carries begin then.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], memory: Callable[[Bucket, int, Tensor], Tensor] = _new
+        self,
+        buckets: Sequence[Bucket],
+        memory: Callable[[Bucket, int, Tensor], Tensor] = _new,
+        *,
+        later: bool = False,
     ) -> None:
-        self._buckets, self._memory = buckets, memory
+        self._buckets, self._memory, self._later = buckets, memory, later
         self._place = {
             member.index: (number, member)
             for number, bucket in enumerate(buckets)
@@ -160,7 +165,7 @@ class Sums:
                 torch.cat([part.reshape(-1) for part in parts], out=flat)
             else:
                 flat = parts[0].view(-1)
-        arrived = transport.all_reduce_later(flat, groups.group(bucket.key))
+        arrived = transport.start_sum(flat, groups.group(bucket.key), later=self._later)
         self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], arrived))
 
 
@@ -207,7 +212,7 @@ class GradientSync:
     def _round(self) -> _Round:
         task: int = torch._C._current_graph_task_id()
         if task not in self._rounds:
-            self._rounds[task] = _Round(Sums(self.buckets, self._memory))
+            self._rounds[task] = _Round(Sums(self.buckets, self._memory, later=True))
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
         return self._rounds[task]
