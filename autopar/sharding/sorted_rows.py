@@ -195,7 +195,7 @@ class SortedRows:
 
     @cached_property
     def _firsts(self) -> dict[object, str]:
-        """Of the sorts that give the same order the first one."""
+        """The first of the sorts that give the same order."""
         found: dict[object, str] = {}
         for item in self.graph.operators:
             if item.target in _SORTS and item.operands:
