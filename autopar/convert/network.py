@@ -28,7 +28,6 @@ Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are
 Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
 Seconds: TypeAlias = NDArray[np.float64]
 MOST_UNPRICED = 256  # networks whose moves are remembered
-Price = Callable[["Change", Numbers, Numbers], tuple[Seconds, Seconds]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +99,8 @@ def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Fl
     return reached
 
 
-def network(
-    placements: Placements,
-    *,
-    legal: Callable[[Layout], bool],
-    price: Callable[[Sequence[Layout]], Price],
-    alike: Alike = (),
-) -> Network:
-    """The moves between all layouts of `placements` that are `legal` for the tensor.
-
-    `price(layouts)` gives seconds of one change between numbers of these layouts, all of them and those of
-    the forward pass.
-    """
-    good = tuple(legal(layout) for layout in itertools.product(*placements))
-    return priced(paths(placements, alike, good), price)
-
-
-def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Network:
-    """The network with its seconds."""
-    of = price(unpriced.layouts)
-    pairs = [of(change, start, end) for change, start, end in unpriced.steps]
-    seconds, forward = (np.concatenate(each)[unpriced.first] for each in zip(*pairs, strict=True))
+def priced(unpriced: Unpriced, seconds: Seconds, forward: Seconds) -> Network:
+    """The network with what its moves take, all of it and of that the forward pass."""
     return Network(
         layouts=unpriced.layouts,
         place=unpriced.place,
@@ -140,13 +120,14 @@ def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Ne
 
 @dataclass(frozen=True, slots=True)
 class Unpriced:
-    """A network without its seconds: `steps` are changes with the numbers of layouts that they lead from and
-    to, of which the `first` are its moves."""
+    """A network without its seconds: `numbers` says which of all layouts it has, `kind` for each move which
+    of the `kinds` of changes it is, by effect and axis."""
 
     layouts: tuple[Layout, ...]
+    numbers: Numbers
     place: dict[Layout, int]
-    steps: tuple[tuple[Change, Numbers, Numbers], ...]
-    first: Numbers
+    kinds: tuple[Change, ...]
+    kind: Numbers
     source: Numbers
     target: Numbers
     axis: Numbers
@@ -193,10 +174,13 @@ class _Builder:
                 begin = begin[~self.blocked(begin, change)]
                 end = number[ordered[begin + (new - old) * self.stride(axis)]]
                 found.append((change, number[begin[end >= 0]], end[end >= 0]))
-        return self.unpriced(own, tuple(found))
+        return self.unpriced(own, kept, tuple(found))
 
     def unpriced(
-        self, layouts: tuple[Layout, ...], steps: tuple[tuple[Change, Numbers, Numbers], ...]
+        self,
+        layouts: tuple[Layout, ...],
+        numbers: Numbers,
+        steps: tuple[tuple[Change, Numbers, Numbers], ...],
     ) -> Unpriced:
         lengths = [len(start) for _, start, _ in steps]
         source = np.concatenate([start for _, start, _ in steps])
@@ -208,11 +192,15 @@ class _Builder:
         def of(ask: Callable[[Change], Any]) -> NDArray[Any]:
             return np.repeat([ask(change) for change, _, _ in steps], lengths)[first]
 
+        kinds: dict[tuple[str, int], tuple[int, Change]] = {}
+        for change, _, _ in steps:
+            kinds.setdefault((change.effect.name, change.axis), (len(kinds), change))
         return Unpriced(
             layouts,
+            numbers,
             {layout: index for index, layout in enumerate(layouts)},
-            steps,
-            first,
+            tuple(change for _, change in kinds.values()),
+            of(lambda change: kinds[change.effect.name, change.axis][0]),
             source[first],
             target[first],
             of(lambda change: change.axis),

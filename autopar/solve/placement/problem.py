@@ -187,12 +187,18 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
+        starts, uses, taken = self.routed(tensor)
+        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
+            self.add_flows(tensor, starts, uses, taken)
+        self.save(tensor, uses, float(len(tensor.members)))
+
+    def routed(self, tensor: TensorClass) -> tuple[dict[Place, Terms], list[Use], list[dict[Phase, Flags]]]:
+        """Where the tensor is made, where it is used, and which moves may lead from one to the other."""
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)
         tensor.network = network = self.prices.network(tensor.name, placements, alike=self.alike, fixed=ends)
         fixed = self.wiring.is_fixed(tensor.name)
-        count = float(len(tensor.members))
         taken = [
             phased(
                 network,
@@ -203,9 +209,7 @@ class Problem:
             )
             for use in uses
         ]
-        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
-            self.add_flows(tensor, starts, uses, taken)
-        self.save(tensor, uses, count)
+        return starts, uses, taken
 
     def join(
         self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[Phase, Flags]

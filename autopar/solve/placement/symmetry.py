@@ -25,10 +25,11 @@ from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
+from autopar.solve.placement.choice_tables import WideError
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import Solution, check_cutoff, choose
+from autopar.solve.placement.search import Solution, check_cutoff, choose, eliminated
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.written_programs import WrittenPrograms
 
@@ -36,6 +37,7 @@ SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen s
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
 FEW = 16  # strategies of an operator, of which most have a name of their own
+LONG = 100  # operators from which on choices are eliminated, if that can be
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -74,6 +76,10 @@ def choose_named(
     solved after all.
     """
     alike, programs = axes_alike(prices), programs or WrittenPrograms()
+    if cap is None and memory_price == FREE and folding.count == 1 and len(graph.operators) >= LONG:
+        with contextlib.suppress(WideError):
+            tables = programs.tables(graph, prices, space, folding)
+            return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
     ask = partial(
         choose,
         graph,
