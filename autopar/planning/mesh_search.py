@@ -195,7 +195,16 @@ class MeshProblem:
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
-        found, bound, programs = list[Step](), 0.0, WrittenPrograms()
+        solution, bound = self.hidden(ask.uncapped, limits)
+        if ask.cap is not None and solution.peak.nbytes > ask.cap:
+            solution, bound = self.hidden(ask, limits)
+        step = unstaged(solution, count)
+        return dataclasses.replace(step, bound=min(bound, step.seconds))
+
+    def hidden(self, ask: Ask, limits: Limits) -> tuple[Solution, float]:
+        """The best assignment by its own step, and seconds that no step takes less than; see `whole`."""
+        count = self.request.micro_batches
+        found, bound, programs = list[Solution](), 0.0, WrittenPrograms()
         search = MultiplierSearch(self.request.gap, bisects=self.prices.early)
         for number in range(MULTIPLIERS + self.prices.early):
             late = float(number == MULTIPLIERS)
@@ -208,17 +217,16 @@ class MeshProblem:
                 bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
                 break
             priced = PricedProgram(self.prices, solution.program)
-            placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
-            found.append(unstaged(placed, count))
-            best = min(found, key=lambda step: step.seconds)
-            bound = max(bound, found[-1].bound)
-            if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
+            found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
+            seconds = priced.cost.of(count)
+            least = min(each.priced.cost.of(count) for each in found)
+            bound = max(bound, count * solution.bound)
+            if least - bound <= max(self.request.gap, SAME) * least:
                 break
-            step = found[-1]
-            search.note(solution.seconds, step.seconds / count, shows=step.cost.exposed_sums)
+            search.note(solution.seconds, seconds / count, shows=priced.cost.exposed_sums)
             if search.is_over:
                 break
-        return dataclasses.replace(best, bound=min(bound, best.seconds))
+        return min(found, key=lambda each: each.priced.cost.of(count)), bound
 
     def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:
         """The best step of the fastest assignment, or under a cap of others for which memory has a price."""
@@ -248,7 +256,7 @@ class MeshProblem:
 
         def step_of(program: Program) -> Step:
             priced = PricedProgram(self.prices, program)
-            placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
+            placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, held=priced)
             return self.stage(placed, ask.cap, limits, fastest.bound)
 
         scarce_cap = None if ask.cap is None else math.inf  # under which weights may be regathered
