@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are
 Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
 Seconds: TypeAlias = NDArray[np.float64]
 MOST_UNPRICED = 256  # networks whose moves are remembered
+MOST_ASKED = 64  # answers about the moves of one, whatever they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,17 @@ class Change:
     @property
     def effect(self) -> Effect:
         return effect_of(self.source, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Moves in groups, and the layouts from which they come; each group leads to one of `ends`, and begins
+    with move number `first`."""
+
+    moves: Numbers
+    begins: Numbers
+    ends: Numbers
+    first: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,7 @@ class Network:
     gathers: Flags
     leaving: tuple[list[int], ...]  # the numbers of the moves from each layout
     targets: list[int]  # the same as `target`
+    asked: dict[object, Any]  # what was found of its moves, whatever they take
 
     def move(self, number: int) -> Move:
         return Move(
@@ -82,9 +95,30 @@ class Network:
 
     def between(self, sources: Flags, needs: Flags, allowed: Flags) -> Flags:
         """The allowed moves that lie on ways from some source to some need."""
-        ahead = _reach(sources, self.source, self.target, allowed)
-        behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
-        return allowed & ahead[self.source] & behind[self.target]
+        key = "between", sources.tobytes(), needs.tobytes(), allowed.tobytes()
+        if key not in self.asked:
+            ahead = _reach(sources, self.source, self.target, allowed)
+            behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
+            self._note(key, allowed & ahead[self.source] & behind[self.target])
+        found: Flags = self.asked[key]
+        return found
+
+    def grouped(self, allowed: Flags, *, backward: bool) -> Groups:
+        """The allowed moves by the layout to which they lead, or `backward` from which."""
+        key = "grouped", backward, allowed.tobytes()
+        if key not in self.asked:
+            near, far = (self.target, self.source) if backward else (self.source, self.target)
+            moves = np.flatnonzero(allowed)
+            moves = moves[np.argsort(far[moves], kind="stable")]
+            self._note(key, Groups(moves, near[moves], *np.unique(far[moves], return_index=True)))
+        found: Groups = self.asked[key]
+        return found
+
+    def _note(self, key: object, found: object) -> None:
+        """Remember an answer, beside the latest others."""
+        while len(self.asked) >= MOST_ASKED:
+            del self.asked[next(iter(self.asked))]
+        self.asked[key] = found
 
     def following(self, sources: Flags, allowed: Flags) -> Flags:
         """The allowed moves that can follow each other from a source on."""
@@ -115,6 +149,7 @@ def priced(unpriced: Unpriced, seconds: Seconds, forward: Seconds) -> Network:
         gathers=unpriced.gathers,
         leaving=unpriced.leaving,
         targets=unpriced.targets,
+        asked=unpriced.asked,
     )
 
 
@@ -137,6 +172,7 @@ class Unpriced:
     gathers: Flags
     leaving: tuple[list[int], ...]
     targets: list[int]
+    asked: dict[object, Any] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=MOST_UNPRICED)

@@ -216,7 +216,7 @@ class MeshProblem:
                     raise
                 bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
                 break
-            priced = PricedProgram(self.prices, solution.program)
+            priced = solution.priced.at(self.prices)
             found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
             seconds = priced.cost.of(count)
             least = min(each.priced.cost.of(count) for each in found)

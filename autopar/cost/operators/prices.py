@@ -328,6 +328,7 @@ class Prices(TensorPrices):
         strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         recompute = sum(item.forward_seconds for item in costs)
+        written = sum(_is_local(item) for item in emitter.written)
         fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
@@ -335,10 +336,9 @@ class Prices(TensorPrices):
             recompute, local = recompute + part.forward_seconds, ()
             costs.append(part)
         else:
-            recompute += sum(
-                self.call(item.call).forward_seconds for item in emitter.written if _is_local(item)
-            )
-            costs += [self.call(item) for item in (*local, *strips)]
+            own = [self.call(item) for item in (*local, *strips)]
+            recompute += sum(item.forward_seconds for item in own[:written])
+            costs += own
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
         between = sum(self._seconds(item) for item in costs if item.interpolated)

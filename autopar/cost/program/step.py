@@ -66,7 +66,7 @@ def step_cost(priced: PricedProgram) -> StepCost:
     graph, prices, costs = priced.graph, priced.prices, priced.operator_prices
     forward = sum(cost.forward for cost in costs)
     backward = sum(cost.backward for cost in costs)
-    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    parameters = dict.fromkeys(item.name for item in graph.inputs if item.kind is InputKind.PARAMETER)
     used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
     sync = summed = 0.0
     update = sum(prices.update(name, priced.program.inputs[name]) for name in parameters if name in used)

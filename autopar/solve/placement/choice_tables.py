@@ -114,6 +114,8 @@ class ChoiceTables(Problem):
         if any(phase is not Phase.EVERY for _, phase in starts) or len(uses) > MOST_USES:
             raise WideError
         moves = np.logical_or.reduce([each[Phase.EVERY] for each in taken])
+        if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
+            raise WideError
         self.routes.append(({layout: terms for (layout, _), terms in starts.items()}, uses, moves))
 
     def _joint(
@@ -182,8 +184,6 @@ def table_of(joint: Joint, seconds: Seconds) -> Table:
 def conversions(network: Network, joint: Joint, costs: Seconds) -> Seconds:
     """Seconds of the cheapest conversions, by the number of each end's layout; `costs` are the variables'."""
     uses = [use.layouts for use in joint.uses]
-    if int(np.count_nonzero(joint.moves)) * math.prod(map(len, uses)) > MOST_SUMS:
-        raise WideError
     if isinstance(joint.made, End):
         return _from_layouts(network, uses, joint)
     own = costs[joint.made.variables]

@@ -47,15 +47,13 @@ def distances(network: Network, ends: Numbers, allowed: Flags, *, backward: bool
 def settled(network: Network, begun: Seconds, allowed: Flags, *, backward: bool = False) -> Seconds:
     """The least of what ways cost that begin, or `backward` end, in a layout at `begun` [layout, ...]; by
     Bellman and Ford."""
-    source, target = (network.target, network.source) if backward else (network.source, network.target)
-    moves = np.flatnonzero(allowed)
-    moves = moves[np.argsort(target[moves], kind="stable")]
-    source, seconds = source[moves], network.seconds[moves]
-    targets, first = np.unique(target[moves], return_index=True)
+    moves = network.grouped(allowed, backward=backward)
+    seconds = network.seconds[moves.moves, None]
     found = begun.copy()
-    while len(moves):
-        arriving = np.minimum.reduceat(found[source] + seconds[:, None], first)
-        if not (arriving < found[targets]).any():
+    while len(moves.moves):
+        arriving = np.minimum.reduceat(found[moves.begins] + seconds, moves.first)
+        known = found[moves.ends]
+        if not (arriving < known).any():
             break
-        found[targets] = np.minimum(found[targets], arriving)
+        found[moves.ends] = np.minimum(known, arriving)
     return found

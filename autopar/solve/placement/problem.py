@@ -122,6 +122,7 @@ class Problem:
         # forced, and what it spares in every layout.
         self.regathered: dict[str, int | None] = {}
         self.unkept: dict[str, Terms] = {}
+        self.found_layouts: dict[object, list[Layout]] = {}  # by strategies
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.operators = OperatorVariables(
             graph,
@@ -427,11 +428,23 @@ class Problem:
         repetitions = self.operators.repetitions(
             self.wiring.makers[member][0].name for member in tensor.members
         )
-        marginals = self.operators.mean(name, repetitions)
-        for strategy, terms in zip(self.space.strategies[name], marginals, strict=True):
-            layout = tuple(option.results[index] for option in strategy)
-            found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
+        layouts = self.layouts(tensor.name, name, "results", index)
+        for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
+            found.setdefault(layout, []).extend(terms)
         return found
+
+    def layouts(self, name: str, operation: str, ends: str, index: int) -> list[Layout]:
+        """The layout of a tensor by each strategy of an operator class, as one of its operands or results;
+        found once for all operators of the same strategies."""
+        strategies = self.space.strategies[operation]
+        requires_grad = self.graph.specs[name].requires_grad
+        key = ends, index, requires_grad, *map(id, strategies)
+        if key not in self.found_layouts:
+            self.found_layouts[key] = [
+                self.canonical(name, tuple(getattr(option, ends)[index] for option in strategy))
+                for strategy in strategies
+            ]
+        return self.found_layouts[key]
 
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
@@ -492,10 +505,8 @@ class Problem:
             name = self.folding.class_of[operation.name]
             repetitions = self.operators.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
-            for strategy, terms in zip(
-                self.space.strategies[name], self.operators.mean(name, repetitions), strict=True
-            ):
-                layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
+            layouts = self.layouts(tensor.name, name, "operands", position)
+            for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
                 needs.setdefault(layout, []).extend(terms)
             found.append(Use(name, position, needs))
         if tensor.name in self.graph.outputs:

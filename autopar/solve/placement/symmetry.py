@@ -37,7 +37,8 @@ SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen s
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
 FEW = 16  # strategies of an operator, of which most have a name of their own
-LONG = 100  # operators from which on choices are eliminated, if that can be
+LONG = 100  # operators from which on choices are eliminated, if that can be and none are equal
+MANY = 300  # unlike ones, from which on also if some are equal
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -76,9 +77,9 @@ def choose_named(
     solved after all.
     """
     alike, programs = axes_alike(prices), programs or WrittenPrograms()
-    if cap is None and memory_price == FREE and folding.count == 1 and len(graph.operators) >= LONG:
+    if cap is None and memory_price == FREE and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):
-            tables = programs.tables(graph, prices, space, folding)
+            tables = programs.tables(graph, prices, *apart)
             return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
     ask = partial(
         choose,
@@ -135,6 +136,18 @@ def choose_named(
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status
     return replace(found, bound=bound, status=status)
+
+
+def unlike(graph: Graph, space: Space, folding: Folding) -> tuple[Space, Folding] | None:
+    """What there is to choose in a graph of many operators of which few are equal, each by itself; None for
+    others."""
+    classes, count = len(space.strategies), len(graph.operators)
+    if folding.count == 1:
+        return (space, folding) if count >= LONG else None
+    if classes < MANY or 2 * classes < count:
+        return None
+    strategies = {item.name: space.strategies[folding.class_of[item.name]] for item in graph.operators}
+    return replace(space, strategies=strategies), Folding({name: name for name in strategies}, {}, 1)
 
 
 def forget(space: Space, alike: Alike) -> Space:

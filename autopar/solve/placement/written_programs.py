@@ -14,7 +14,7 @@ from typing import Any
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
-from autopar.solve.placement.choice_tables import ChoiceTables
+from autopar.solve.placement.choice_tables import ChoiceTables, WideError
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE
 from autopar.solve.placement.problem import Problem
@@ -28,15 +28,19 @@ class WrittenPrograms:
 
     def __init__(self) -> None:
         self.known: dict[object, Problem] = {}
-        self.known_tables: tuple[object, ChoiceTables] | None = None
+        self.known_tables: tuple[object, ChoiceTables | None] | None = None
 
     def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
-        """The same for `ChoiceTables`."""
+        """The same for `ChoiceTables`; raises WideError where there are none."""
         key = _content(space)
-        if prices.early or self.known_tables is None or self.known_tables[0] != key:
-            tables = ChoiceTables(graph, prices, space, folding)
+        if self.known_tables is not None and self.known_tables[0] == key and not prices.early:
+            known = self.known_tables[1]
+            if known is None:
+                raise WideError
+            tables = known.under(prices)
         else:
-            tables = self.known_tables[1].under(prices)
+            self.known_tables = key, None
+            tables = ChoiceTables(graph, prices, space, folding)
         self.known_tables = key, tables
         return tables
 

@@ -48,3 +48,17 @@ def test_of_strategies_with_equal_placements_the_cheapest_stays_and_others_are_n
     assert [option.factor for (option,) in left if option.factor in candidates] == [
         min(candidates, key=candidates.__getitem__)
     ]
+
+
+def test_operators_of_other_sizes_share_their_strategies() -> None:
+    graph = chain()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 2)))
+    first, *others = [item for item in graph.operators if item.target is torch.ops.aten.linear.default]
+    assert others
+    for other in others:
+        assert graph.specs[other.operands[1]] != graph.specs[first.operands[1]]
+        assert options_of(other, dims) is options_of(first, dims)
+        assert strategies_of(other, dims) is strategies_of(first, dims)
+        assert all(
+            option in options_of(other, dims) for each in strategies_of(other, dims) for option in each
+        )
