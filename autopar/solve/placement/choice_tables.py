@@ -71,8 +71,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Where a tensor is made, by an operator or as an input, where it is used, and the moves that may lead
-    from the one to the others."""
+    """A tensor with its ends: where it is made, by an operator or as an input, and where it is used. `moves`
+    may lead from the one to the others."""
 
     made: End | Kept
     uses: tuple[End, ...]
@@ -188,10 +188,10 @@ def conversions(network: Network, joint: Joint, costs: Seconds) -> Seconds:
         return _from_layouts(network, uses, joint)
     own = costs[joint.made.variables]
     if len(uses) > 1:
-        return (_from_layouts(network, uses, joint).T + own).min(axis=-1).T
+        return np.asarray((_from_layouts(network, uses, joint).T + own).min(axis=-1).T)
     begun = np.full((len(network.layouts), 1), np.inf)
     np.minimum.at(begun[:, 0], joint.made.layouts, own)
-    return settled(network, begun, joint.moves)[uses[0], 0]
+    return np.asarray(settled(network, begun, joint.moves)[uses[0], 0])
 
 
 def _from_layouts(network: Network, uses: Sequence[Numbers], joint: Joint) -> Seconds:

@@ -42,8 +42,9 @@ def tree_seconds(network: Network, uses: Sequence[Numbers], allowed: Flags) -> d
 def cheapest_tree(
     network: Network, seconds: Seconds, source: int, needs: Sequence[int]
 ) -> tuple[Move, ...] | None:
-    """The moves of the cheapest tree from a layout to all of `needs`, by number, at so many `seconds` each,
-    inf where one can't be made; None if there is none."""
+    """The moves of the cheapest tree from a layout to all of `needs`; None if there is none.
+
+    Layouts are given by number; moves take so many `seconds` each, inf where one can't be made."""
     allowed = np.isfinite(seconds)
     least = EVERY_MOVE * max(float(seconds[allowed].max(initial=0.0)), np.finfo(np.float64).tiny / EVERY_MOVE)
     other = replace(network, seconds=seconds + least)

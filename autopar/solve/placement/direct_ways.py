@@ -37,8 +37,9 @@ def ways(network: Network, starts: Numbers, ends: Numbers, allowed: Flags) -> Se
 
 
 def distances(network: Network, ends: Numbers, allowed: Flags, *, backward: bool = False) -> Seconds:
-    """Seconds [layout, end] of the cheapest ways from each end to every layout over `allowed` moves, or
-    `backward` from every layout to it."""
+    """Seconds [layout, end] of the cheapest ways from each end to every layout over `allowed` moves.
+
+    They lead from every layout to each end if it is `backward`."""
     begun = np.full((len(network.layouts), len(ends)), np.inf)
     begun[ends, np.arange(len(ends))] = 0.0
     return settled(network, begun, allowed, backward=backward)

@@ -14,14 +14,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.convert.network import Numbers, Seconds
+from autopar.core.offload import Offload
 from autopar.core.program import Program
+from autopar.core.recompute import Recompute
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.solve.placement.choice_tables import MOST_ENTRIES, ChoiceTables, Table, WideError
 from autopar.solve.placement.decode import Choices, decoded
+from autopar.solve.placement.search import Solution, check_cutoff, check_promise, completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,19 @@ class Eliminated:
     choice: int
     others: tuple[int, ...]
     best: Numbers
+
+
+def eliminated(
+    tables: ChoiceTables, *, recompute: Recompute, offload: Offload, cutoff: float = math.inf
+) -> Solution:
+    """The cheapest plan of all; raises WideError where it can't be found so, and CutoffError if it takes no less
+    than `cutoff` seconds."""
+    program, cost = cheapest_program(tables)
+    check_cutoff(cost, cutoff)
+    priced = PricedProgram(tables.prices, program)
+    check_promise(tables, priced, cost)
+    solution = completed(priced, None, recompute=recompute, offload=offload)
+    return replace(solution, bound=min(cost, solution.seconds), status="optimal")
 
 
 def cheapest_program(problem: ChoiceTables) -> tuple[Program, float]:

@@ -59,6 +59,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ class Problem:
         if cap is not None and cap < math.inf:
             self.memory.cap(cap)
 
-    def under(self, prices: Prices) -> Problem:
+    def under(self, prices: Prices) -> Self:
         """The program under other multipliers: operators and moves cost something else, and rows stay."""
         other, costs = copy.copy(self), list(self.lp.costs)
         other.prices, other.paths = prices, {}

@@ -24,9 +24,7 @@ from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
-from autopar.solve.placement.choice_tables import ChoiceTables
 from autopar.solve.placement.decode import is_whole, read
-from autopar.solve.placement.elimination import cheapest_program
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
@@ -378,7 +376,7 @@ class _PlacementSearch:
     def check(self, problem: Problem, answer: SolverAnswer, priced: PricedProgram) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
-        _check_promise(
+        check_promise(
             problem,
             priced,
             answer.cost
@@ -387,7 +385,7 @@ class _PlacementSearch:
         )
 
 
-def _check_promise(problem: Problem, priced: PricedProgram, promised: float) -> None:
+def check_promise(problem: Problem, priced: PricedProgram, promised: float) -> None:
     """Raises CheckError if a program takes longer than was promised."""
     seconds = priced.seconds
     if seconds > promised * (1 + 1e-6):
@@ -399,19 +397,6 @@ def _check_promise(problem: Problem, priced: PricedProgram, promised: float) -> 
             wanted=f"at most the solver's {promised:.6g} s",
             remedy="report this model",
         )
-
-
-def eliminated(
-    tables: ChoiceTables, *, recompute: Recompute, offload: Offload, cutoff: float = math.inf
-) -> Solution:
-    """The cheapest plan of all, by eliminating choices; raises WideError where that can't be, and
-    CutoffError if it takes no less than `cutoff` seconds."""
-    program, cost = cheapest_program(tables)
-    check_cutoff(cost, cutoff)
-    priced = PricedProgram(tables.prices, program)
-    _check_promise(tables, priced, cost)
-    solution = completed(priced, None, recompute=recompute, offload=offload)
-    return replace(solution, bound=min(cost, solution.seconds), status="optimal")
 
 
 def completed(

@@ -26,10 +26,11 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.choice_tables import WideError
+from autopar.solve.placement.elimination import eliminated
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import Solution, check_cutoff, choose, eliminated
+from autopar.solve.placement.search import Solution, check_cutoff, choose
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.written_programs import WrittenPrograms
 

@@ -31,7 +31,7 @@ class WrittenPrograms:
         self.known_tables: tuple[object, ChoiceTables | None] | None = None
 
     def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
-        """The same for `ChoiceTables`; raises WideError where there are none."""
+        """Tables, made once for all multipliers as programs are; raises WideError where there are none."""
         key = _content(space)
         if self.known_tables is not None and self.known_tables[0] == key and not prices.early:
             known = self.known_tables[1]
