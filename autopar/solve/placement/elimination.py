@@ -40,8 +40,10 @@ class Eliminated:
 def eliminated(
     tables: ChoiceTables, *, recompute: Recompute, offload: Offload, cutoff: float = math.inf
 ) -> Solution:
-    """The cheapest plan of all; raises WideError where it can't be found so, and CutoffError if it takes no less
-    than `cutoff` seconds."""
+    """The cheapest plan of all.
+
+    Raises WideError where it can't be found so, and CutoffError if it takes no less than `cutoff` seconds.
+    """
     program, cost = cheapest_program(tables)
     check_cutoff(cost, cutoff)
     priced = PricedProgram(tables.prices, program)
