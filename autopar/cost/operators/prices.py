@@ -180,7 +180,7 @@ class Prices(TensorPrices):
             args = text_of(operation, lambda name: str(replace(specs[name], shape=())))
             own = tuple((name in self._parameters, name in self._weights) for name in operation.operands)
             same = tuple(map(operation.operands.index, operation.operands))
-            self._kinds[operation.name] = operation.target, args, own, same
+            self._kinds[operation.name] = operation.target, args, operation.order, own, same
         shapes = tuple(
             self.dims.local_shape(name, tuple(option.operands[index] for option in strategy), place)
             for index, name in enumerate(operation.operands)
