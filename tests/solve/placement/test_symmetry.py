@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
@@ -21,8 +22,10 @@ from autopar.solve.placement.fold import fold
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
 from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named, forget, unlike
-from tests.solve.brute_force import DEVICE, blocks, branches, chain, unfolded
+from tests.proof.models import Script
+from tests.solve.brute_force import DEVICE, branches, chain, unfolded
 
+aten = torch.ops.aten
 ONE_NODE = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
 GPU = replace(DEVICE, kind="cuda")  # whose copies beside a collective cost nothing
 TWO_NODES = ClusterSpec(nodes=2, devices_per_node=4, intra=Link(1e-6, 1e8), inter=Link(1e-5, 1e7))
@@ -60,12 +63,23 @@ def test_few_strategies_keep_their_names_where_no_bound_is_asked_for(monkeypatch
         assert found.seconds == pytest.approx(choose(graph, prices, few, folding, gap=1e-9).seconds)
 
 
+def partly_equal() -> Graph:
+    """Three equal blocks before layers of other widths."""
+    s = Script()
+    x = s.linear(s.user(4, 6), 8)
+    for _ in range(3):
+        x = s.linear(s.call(aten.gelu.default, Ref(s.linear(x, 16))), 8)
+    for width in (10, 12, 20):
+        x = s.linear(x, width)
+    return s.graph(s.call(aten.sum.default, Ref(x)))
+
+
 def test_where_many_are_unlike_those_that_are_equal_are_chosen_by_themselves_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So there is nothing between the plan and its bound, and it is no slower."""
-    graph = blocks(3)
-    dims = Dims(graph, find_atoms(graph), Mesh((2, 2)))
+    graph = partly_equal()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 4)))
     prices = Prices(graph, dims, ONE_NODE, CostModel(GPU, {}, CollectiveTable({})))
     folding = fold(graph, dims)
     space = build_space(graph, prices, folding)
