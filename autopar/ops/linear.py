@@ -1,4 +1,4 @@
-"""Matrix products: linear, addmm, mm, bmm and matmul, and those of experts.
+"""Matrix products: linear, mm, bmm and matmul, those that are added to something, and those of experts.
 
 linear       "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
 grouped_mm   "t. i+, e. i+ o, e. -> t. o"     rows and groups stay whole: values say which meet
@@ -10,7 +10,8 @@ A product of k-long sums costs 2 |y| k operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,30 +43,43 @@ class Linear(Rule):
 
 
 @register
-class AddMM(Rule):
-    """beta b + alpha x w; the bias has shape [o], [n, o], [1, o], [n, 1] or []."""
+class AddedProduct(Rule):
+    """beta b + alpha x w, of matrices, batches of them, and vectors; the bias broadcasts to the product."""
 
-    targets = (aten.addmm.default,)
+    products: ClassVar[Mapping[Any, str]] = {
+        aten.addmm.default: "n i+, i+ o -> n o",
+        aten.baddbmm.default: "b n i+, b i+ o -> b n o",
+        aten.addbmm.default: "b+ n i+, b+ i+ o -> n o",
+        aten.addmv.default: "n i+, i+ -> n",
+        aten.addr.default: "n, o -> n o",
+    }
+    targets = tuple(products)
 
     def equation(self, op: Instance) -> Equation:
-        rows, columns = op.result_shape()
-        full = (("n", rows), ("o", columns))
-        shape = op.shape(0)
-        bias = [
-            label if size == wanted else "_"
-            for size, (label, wanted) in zip(shape, full[2 - len(shape) :], strict=True)
+        product = self.products[op.operator.target]
+        result, shape = op.result_shape(), op.shape(0)
+        factors = product.split("-> ")[1].split()[len(result) - len(shape) :]
+        ends = result[len(result) - len(shape) :]
+        labels = [
+            factor if size == wanted else "_"
+            for size, factor, wanted in zip(shape, factors, ends, strict=True)
         ]
-        return parse(f"{' '.join(f'{label}&' for label in bias) or '&'}, n i+, i+ o -> n o")
+        return parse(f"{' '.join(f'{label}&' for label in labels) or '&'}, {product}")
 
     def samples(self) -> Iterable[Sample]:
+        scaled = {"beta": 0.5, "alpha": 2.0}
         yield Sample(aten.addmm.default, (torch.randn(6), torch.randn(5, 7), torch.randn(7, 6)))
         yield Sample(aten.addmm.default, (torch.randn(5, 1), torch.randn(5, 4), torch.randn(4, 6)))
         yield Sample(aten.addmm.default, (torch.tensor(0.5), torch.randn(5, 4), torch.randn(4, 6)))
-        yield Sample(
-            aten.addmm.default,
-            (torch.randn(5, 6), torch.randn(5, 4), torch.randn(4, 6)),
-            {"beta": 0.5, "alpha": 2.0},
-        )
+        yield Sample(aten.addmm.default, (torch.randn(5, 6), torch.randn(5, 4), torch.randn(4, 6)), scaled)
+        left, right = torch.randn(3, 5, 7), torch.randn(3, 7, 4)
+        yield Sample(aten.baddbmm.default, (torch.randn(3, 1, 4), left, right), scaled)
+        yield Sample(aten.baddbmm.default, (torch.randn(5, 4), left, right))
+        yield Sample(aten.addbmm.default, (torch.randn(5, 4), left, right), scaled)
+        yield Sample(aten.addbmm.default, (torch.randn(4), left, right))
+        yield Sample(aten.addmv.default, (torch.randn(5), torch.randn(5, 6), torch.randn(6)), scaled)
+        yield Sample(aten.addr.default, (torch.randn(5, 6), torch.randn(5), torch.randn(6)), scaled)
+        yield Sample(aten.addr.default, (torch.randn(5, 1), torch.randn(5), torch.randn(6)))
 
 
 @register

@@ -2,6 +2,7 @@
 
 error           3 % of the seconds that are measured, 6 % of those interpolated, 10 % of those estimated
 pure or mixed   that of what the two do differently: what they share is wrong alike
+blocks          the same, but 3 % at least: equal ones alike before unlike
 mesh            the same, fewer axes before more
 stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps
 micro-batches   3 %, with as many stages nothing computed again before something, then fewer before more:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.costs import MEASURED_ERROR
 from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
@@ -30,6 +31,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.planning.apart import margin
 from autopar.planning.ask import UNLIMITED, Ask, Limits
 from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.request import Request
@@ -52,6 +54,7 @@ from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
 from autopar.solve.stages.step import Step, staged, step_weight, unstaged
+from autopar.solve.stages.unlike_blocks import turned
 from autopar.solve.stages.user_checkpoints import respect
 
 PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
@@ -61,6 +64,7 @@ BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a 
 SAME = 1e-9  # of seconds: less is rounding
 CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
+UNLIKE = 5e-3  # gap that blocks which are unlike may close
 MIXED = 3  # assignments, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
@@ -195,14 +199,19 @@ class MeshProblem:
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
-        solution, bound = self.hidden(ask.uncapped, limits)
-        if ask.cap is not None and solution.peak.nbytes > ask.cap:
-            solution, bound = self.hidden(ask, limits)
-        step = unstaged(solution, count)
-        return dataclasses.replace(step, bound=min(bound, step.seconds))
+        found, bound = self.hidden(ask.uncapped, limits)
+        if ask.cap is not None and self.quickest(found).peak.nbytes > ask.cap:
+            found, bound = self.hidden(ask, limits)
+        step = unstaged(self.quickest(found), count)
+        step = dataclasses.replace(step, bound=min(bound, step.seconds))
+        return self.unlike(step, found, ask) if step.gap > max(UNLIKE, self.request.gap) else step
 
-    def hidden(self, ask: Ask, limits: Limits) -> tuple[Solution, float]:
-        """The best assignment by its own step, and seconds that no step takes less than; see `whole`."""
+    def quickest(self, found: Sequence[Solution]) -> Solution:
+        """The one with the shortest step."""
+        return min(found, key=lambda each: each.priced.cost.of(self.request.micro_batches))
+
+    def hidden(self, ask: Ask, limits: Limits) -> tuple[list[Solution], float]:
+        """Assignments that are best under multipliers, and seconds that no step takes less than."""
         count = self.request.micro_batches
         found, bound, programs = list[Solution](), 0.0, WrittenPrograms()
         search = MultiplierSearch(self.request.gap, bisects=self.prices.early)
@@ -219,14 +228,38 @@ class MeshProblem:
             priced = solution.priced.at(self.prices)
             found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
             seconds = priced.cost.of(count)
-            least = min(each.priced.cost.of(count) for each in found)
+            least = self.quickest(found).priced.cost.of(count)
             bound = max(bound, count * solution.bound)
             if least - bound <= max(self.request.gap, SAME) * least:
                 break
             search.note(solution.seconds, seconds / count, shows=priced.cost.exposed_sums)
             if search.is_over:
                 break
-        return min(found, key=lambda each: each.priced.cost.of(count)), bound
+        return found, bound
+
+    def unlike(self, best: Step, found: Sequence[Solution], ask: Ask) -> Step:
+        """The best step, or one whose blocks mix two of those `found`, if that can be told apart.
+
+        These are the last ones whose sums show and whose sums hide. Blocks that are alike are simpler.
+        """
+        shows, hides = (
+            [each for each in found if each.priced.cost.exposed_sums is shown] for shown in (True, False)
+        )
+        if self.folding.count == 1 or not shows or not hides:
+            return best
+        count = self.request.micro_batches
+        ends = [unstaged(each[-1], count) for each in (hides, shows)]
+        priced = turned(*ends, self.folding, count=count, cap=ask.cap)
+        if priced is None or priced.cost.of(count) >= (1 - SAME) * best.seconds:
+            return best
+        solution = dataclasses.replace(
+            best.solution, priced=priced, seconds=priced.seconds, held=priced, status="gap_limit"
+        )
+        mixed = dataclasses.replace(unstaged(solution, count), bound=best.bound)
+        apart = max(MEASURED_ERROR, margin(priced, best.solution.program))
+        return (
+            mixed if best.seconds > mixed.seconds * (1 + apart) else dataclasses.replace(best, passed=mixed)
+        )
 
     def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:
         """The best step of the fastest assignment, or under a cap of others for which memory has a price."""

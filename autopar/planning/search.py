@@ -168,6 +168,8 @@ def finish(decision: Decision) -> FoundPlan:
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
     if step.seconds > mixed.seconds:
         rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
+    if (unlike := mixed.passed) and step.seconds > unlike.seconds:
+        rows.append(promise("unlike blocks", unlike.seconds, unlike.peak_bytes, step.seconds))
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)

@@ -179,9 +179,14 @@ class SampleFlow:
         value, places = self.made[name], list(self.places(name))
         if not places:
             return Value(Role.WHOLE, given=True)
-        alike = len(places) == 1 and len(self.dims.atoms.of[name][places[0].dim]) == 1
-        first = value.narrow(places[0].dim, 0, 1)
-        return Value(Role.ROWS if alike and bool((value == first).all()) else Role.FIXED, given=True)
+        alike = len(places) == 1 and self._repeats(name, value, places[0])
+        return Value(Role.ROWS if alike else Role.FIXED, given=True)
+
+    def _repeats(self, name: str, value: Tensor, place: Shard) -> bool:
+        """Whether a tensor is the same all along one loop, which may be part of a dim: samples x heads."""
+        loops = value.unflatten(place.dim, self.dims.atoms.of[name][place.dim])
+        first = loops.narrow(place.dim + place.atom, 0, 1)
+        return bool((loops == first).all())
 
     def _checked(self, name: str, item: Operator, value: Value) -> Value:
         """`value`, unless the tensor has another number of samples' dims than its role says."""

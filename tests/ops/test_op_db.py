@@ -28,7 +28,8 @@ FEW = 5, {Mesh((2,)): 6, Mesh((2, 2)): 1}
 MANY = 8, {Mesh((2,)): 8, Mesh((2, 2)): 3}
 MOST_ELEMENTS = 4096
 NAMES = """
-    nn.functional.linear addmm matmul bmm mm mv nn.functional.conv1d nn.functional.conv2d
+    nn.functional.linear addmm baddbmm addbmm addmv addr matmul bmm mm mv nn.functional.conv1d
+    nn.functional.conv2d
     nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
     nn.functional.conv_transpose3d softmax log_softmax logsumexp nn.functional.layer_norm
     nn.functional.group_norm nn.functional.batch_norm nn.functional.instance_norm nn.functional.rms_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
+from autopar.planning.apart import IN_VAIN
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import search, unlike
@@ -130,8 +132,23 @@ def test_equal_blocks_are_planned_once_and_the_gap_is_proved() -> None:
 def test_a_deep_or_three_dimensional_plan_has_a_small_gap(
     cluster: ClusterSpec, mesh: str, blocks: int
 ) -> None:
+    """The gap of the fastest plan: data parallelism that stands for it, as predictions can't tell the two
+    apart, is 2 and 8 % slower."""
     plan, _ = planned(cluster, mesh, blocks=blocks, hidden=1024, shape=(8, 512))
-    assert plan.gap <= 0.01
+    passed = [item.step_seconds or math.inf for item in plan.alternatives if IN_VAIN in item.reason]
+    assert (1 - plan.gap) * plan.step_seconds >= 0.99 * min([plan.step_seconds, *passed])
+
+
+def test_equal_blocks_are_unlike_where_that_makes_the_step_clearly_shorter() -> None:
+    """Some weights lie in shards, the others' sums hide behind backward: 5 % faster than one or the other."""
+    with torch.device("meta"):
+        layers = [item for _ in range(30) for item in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
+        model, x = torch.nn.Sequential(*layers, torch.nn.Flatten(0)), torch.zeros(4096, 1024)
+    cluster = ClusterSpec(devices_per_node=8, device="h100", intra=Link(5e-6, 450e9))
+    plan = autopar.plan(model, cluster, x, mesh="2x4", force="batch", stages=1, micro_batches=1)
+    stored = Counter(layout for name, layout in plan.program.inputs.items() if "weight" in name)
+    assert len(stored) == 2 and min(stored.values()) >= 5
+    assert plan.gap <= 0.02
 
 
 class Spare(torch.nn.Module):

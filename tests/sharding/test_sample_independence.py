@@ -21,6 +21,14 @@ from autopar.trace.simplify import only_loss
 SAMPLES = 6
 
 
+def alike_in_heads(x: Tensor, numbers: Tensor) -> Tensor:
+    """Scores of two heads, to which are added numbers of each sample's positions times a slope."""
+    slopes = torch.arange(1.0, 3.0)
+    bias = (slopes[:, None] * numbers[:, None]).reshape(2 * len(x), 1, 4)
+    heads = x.view(2 * len(x), 4, 1)
+    return bias.baddbmm(heads, heads.transpose(1, 2), alpha=0.5).softmax(2).square().mean()
+
+
 class Model(nn.Module):
     def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -41,6 +49,7 @@ class Model(nn.Module):
         lambda _, x: F.scaled_dot_product_attention(
             *x.view(SAMPLES, 1, 2, 4).expand(3, -1, -1, -1, -1)
         ).mean(),
+        lambda _, x: alike_in_heads(x, torch.ones(len(x), 4).cumsum(1)),
     ],
 )
 def test_samples_that_go_their_own_ways(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
@@ -57,6 +66,7 @@ def test_samples_that_go_their_own_ways(forward: Callable[[nn.Module, Tensor], T
         (lambda _, x: x.roll(1, 0).mean(), "roll"),
         (lambda _, x: x.cumsum(0).mean(), "cumsum"),
         (lambda _, x: (x[0] * x).mean(), "select"),
+        (lambda _, x: alike_in_heads(x, torch.arange(len(x) * 4.0).view(len(x), 4)), "baddbmm"),
     ],
 )
 def test_samples_that_meet(forward: Callable[[nn.Module, Tensor], Tensor], culprit: str) -> None:

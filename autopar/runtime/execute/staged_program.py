@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
-from autopar.runtime.collectives import groups
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives.random import Stream
 from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.execute.executable import StagedExecutable
@@ -181,15 +181,15 @@ class StagedProgram:
     def _sum_copies(self, totals: dict[str, Tensor]) -> None:
         """Sum the gradients of tied weights over the stages that have a copy; all take part, with a gradient
         or without."""
-        works = []
+        arrivals = []
         for target, group in self._tied.items():
             if group is not None:
                 mine = totals.get(target)
                 total = torch.zeros_like(local(self._find(target)())) if mine is None else mine.contiguous()
-                works.append(dist.all_reduce(total, group=group, async_op=True))
+                arrivals.append(transport.start_sum(total, group, later=True))
                 totals[target] = total
-        for work in works:
-            work.wait()
+        for arrived in arrivals:
+            arrived()
 
     def _add(self, target: str, total: Tensor) -> None:
         add_gradient(self._find(target)(), total)

@@ -11,6 +11,9 @@ ranks agree whatever the engine does; what has not gone out when backward ends g
 A parameter that gets no gradient in a backward is left out of its bucket: every rank runs the same
 program, so all ranks leave out the same ones.
 
+CPUs of one machine sum by streams of their own, which no other thread carries: while backward runs a bucket
+is put together, and summed when it has ended. Stages, which wait for each other, sum at once.
+
 Where gradients come in backward decides which of the program's own collectives a bucket follows, and
 that must be alike on all ranks too. It is: autograd runs what was made last first, and gives a leaf its
 gradient as soon as its last use has run, so that the order is that of the program, which ranks share.
@@ -28,11 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.runtime.collectives import groups
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.parameters import plainly
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
@@ -92,13 +94,18 @@ class Sums:
     """The sums of one round of gradients: each is added once, or in shares, each bucket launched when all
     its members have come and the buckets before it are on their way.
 
-    `memory(bucket, length, like)` is a vector for a bucket that is put together.
+    `memory(bucket, length, like)` is a vector for a bucket that is put together. `later` is for who computes
+    to the end without waiting: sums that this thread carries begin then.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], memory: Callable[[Bucket, int, Tensor], Tensor] = _new
+        self,
+        buckets: Sequence[Bucket],
+        memory: Callable[[Bucket, int, Tensor], Tensor] = _new,
+        *,
+        later: bool = False,
     ) -> None:
-        self._buckets, self._memory = buckets, memory
+        self._buckets, self._memory, self._later = buckets, memory, later
         self._place = {
             member.index: (number, member)
             for number, bucket in enumerate(buckets)
@@ -108,7 +115,7 @@ class Sums:
         self._next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # those whose storage something else holds too
-        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Any]] = []
+        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Callable[[], object]]] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
         """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
@@ -139,8 +146,8 @@ class Sums:
 
     def totals(self) -> Iterator[tuple[int, Tensor]]:
         """Wait for the sums and give them, with their members' indices, in the order of launching."""
-        for members, flat, forms, work in self._flights:
-            work.wait()
+        for members, flat, forms, arrived in self._flights:
+            arrived()
             totals = torch.split(flat, [shape.numel() for shape, _ in forms])
             for member, total, (shape, dtype) in zip(members, totals, forms, strict=True):
                 yield member.index, total.view(shape).to(dtype)
@@ -158,8 +165,8 @@ class Sums:
                 torch.cat([part.reshape(-1) for part in parts], out=flat)
             else:
                 flat = parts[0].view(-1)
-        work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
-        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], work))
+        arrived = transport.start_sum(flat, groups.group(bucket.key), later=self._later)
+        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], arrived))
 
 
 @dataclass(slots=True)
@@ -205,7 +212,7 @@ class GradientSync:
     def _round(self) -> _Round:
         task: int = torch._C._current_graph_task_id()
         if task not in self._rounds:
-            self._rounds[task] = _Round(Sums(self.buckets, self._memory))
+            self._rounds[task] = _Round(Sums(self.buckets, self._memory, later=True))
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
         return self._rounds[task]

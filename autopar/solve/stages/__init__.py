@@ -8,6 +8,7 @@ rank_bounds        lower bounds on the seconds of cuts
 joint_bound        a lower bound over all assignments and cuts
 local_search       neighbouring assignments, each cut into stages
 mixture            parts of several assignments, joined
+unlike_blocks      equal blocks of which some run one way and others another
 refine             the last touches
 user_checkpoints   what the model itself recomputes
 """

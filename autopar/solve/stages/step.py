@@ -66,6 +66,7 @@ class Step:
     cut: Cut | None = None
     schedule: Schedule | None = None
     filling: tuple[StageCost, ...] = ()  # for which the schedule's waits are filled, if they are
+    passed: Step | None = None  # one whose equal blocks are unlike, passed over as it promises hardly less
 
     @property
     def recomputes(self) -> bool:

@@ -16,6 +16,7 @@ from autopar.runtime.collectives import groups, transport
 from tests.pool import Pool
 
 SIZES = (1, 129, 2 * transport.SMALL_BYTES)  # elements: the last do not meet at one rank
+PIECES = transport.PIECE_BYTES // 4 + 1  # which go in two pieces
 NONE = 0  # of a rank that another axis left without rows
 
 
@@ -48,7 +49,7 @@ def _reduced(ranks: int, size: int, largest: bool, streams: bool) -> Tensor:
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize("size", [NONE, *SIZES])
+@pytest.mark.parametrize("size", [NONE, *SIZES, PIECES])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_get_the_same_bits(
     ranks: int, size: int, largest: bool, streams: bool, pools: Callable[[int], Pool]

@@ -32,6 +32,7 @@ from autopar.core.timeline import StageCost
 from autopar.errors import InputError, WorkerError
 from autopar.proof.precision import raise_model
 from autopar.rewrite.render import describe
+from autopar.runtime.collectives import transport
 from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.execute.torch_stage import Sends
@@ -681,12 +682,11 @@ def _events(case: str, bucket_bytes: int) -> list[Event]:
     serial, ours = prepared(case, bucket_bytes=bucket_bytes)
     found: list[Event] = []
     schedules: list[list[Event]] = []
-    all_reduce, end = dist.all_reduce, Sends.end
+    start_sum, end = transport.start_sum, Sends.end
 
     def summing(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        if rest.get("async_op"):
-            found.append(("sum", tensor.nbytes))
-        return all_reduce(tensor, *args, **rest)
+        found.append(("sum", tensor.nbytes))
+        return start_sum(tensor, *args, **rest)
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(self: PipelineStage, *args: Any, **rest: Any) -> None:
@@ -701,7 +701,7 @@ def _events(case: str, bucket_bytes: int) -> list[Event]:
         end(sends)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", summing)
+        patch.setattr(transport, "start_sum", summing)
         patch.setattr(Sends, "end", ending)
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
             patch.setattr(PipelineStage, name, noting(getattr(PipelineStage, name)))
