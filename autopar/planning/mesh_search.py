@@ -248,8 +248,8 @@ class MeshProblem:
         if self.folding.count == 1 or not shows or not hides:
             return best
         count = self.request.micro_batches
-        ends = [unstaged(each[-1], count) for each in (hides, shows)]
-        priced = turned(*ends, self.folding, count=count, cap=ask.cap)
+        hiding, showing = (unstaged(each[-1], count) for each in (hides, shows))
+        priced = turned(hiding, showing, self.folding, count=count, cap=ask.cap)
         if priced is None or priced.cost.of(count) >= (1 - SAME) * best.seconds:
             return best
         solution = dataclasses.replace(
