@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are
 Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
 Seconds: TypeAlias = NDArray[np.float64]
 MOST_UNPRICED = 256  # networks whose moves are remembered
-Price = Callable[["Change", Numbers, Numbers], tuple[Seconds, Seconds]]
+MOST_ASKED = 64  # answers about the moves of one, whatever they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,17 @@ class Change:
     @property
     def effect(self) -> Effect:
         return effect_of(self.source, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Moves in groups, and the layouts from which they come; each group leads to one of `ends`, and begins
+    with move number `first`."""
+
+    moves: Numbers
+    begins: Numbers
+    ends: Numbers
+    first: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,7 @@ class Network:
     gathers: Flags
     leaving: tuple[list[int], ...]  # the numbers of the moves from each layout
     targets: list[int]  # the same as `target`
+    asked: dict[object, Any]  # what was found of its moves, whatever they take
 
     def move(self, number: int) -> Move:
         return Move(
@@ -83,9 +95,30 @@ class Network:
 
     def between(self, sources: Flags, needs: Flags, allowed: Flags) -> Flags:
         """The allowed moves that lie on ways from some source to some need."""
-        ahead = _reach(sources, self.source, self.target, allowed)
-        behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
-        return allowed & ahead[self.source] & behind[self.target]
+        key = "between", sources.tobytes(), needs.tobytes(), allowed.tobytes()
+        if key not in self.asked:
+            ahead = _reach(sources, self.source, self.target, allowed)
+            behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
+            self._note(key, allowed & ahead[self.source] & behind[self.target])
+        found: Flags = self.asked[key]
+        return found
+
+    def grouped(self, allowed: Flags, *, backward: bool) -> Groups:
+        """The allowed moves by the layout to which they lead, or `backward` from which."""
+        key = "grouped", backward, allowed.tobytes()
+        if key not in self.asked:
+            near, far = (self.target, self.source) if backward else (self.source, self.target)
+            moves = np.flatnonzero(allowed)
+            moves = moves[np.argsort(far[moves], kind="stable")]
+            self._note(key, Groups(moves, near[moves], *np.unique(far[moves], return_index=True)))
+        found: Groups = self.asked[key]
+        return found
+
+    def _note(self, key: object, found: object) -> None:
+        """Remember an answer, beside the latest others."""
+        while len(self.asked) >= MOST_ASKED:
+            del self.asked[next(iter(self.asked))]
+        self.asked[key] = found
 
     def following(self, sources: Flags, allowed: Flags) -> Flags:
         """The allowed moves that can follow each other from a source on."""
@@ -100,27 +133,8 @@ def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Fl
     return reached
 
 
-def network(
-    placements: Placements,
-    *,
-    legal: Callable[[Layout], bool],
-    price: Callable[[Sequence[Layout]], Price],
-    alike: Alike = (),
-) -> Network:
-    """The moves between all layouts of `placements` that are `legal` for the tensor.
-
-    `price(layouts)` gives seconds of one change between numbers of these layouts, all of them and those of
-    the forward pass.
-    """
-    good = tuple(legal(layout) for layout in itertools.product(*placements))
-    return priced(paths(placements, alike, good), price)
-
-
-def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Network:
-    """The network with its seconds."""
-    of = price(unpriced.layouts)
-    pairs = [of(change, start, end) for change, start, end in unpriced.steps]
-    seconds, forward = (np.concatenate(each)[unpriced.first] for each in zip(*pairs, strict=True))
+def priced(unpriced: Unpriced, seconds: Seconds, forward: Seconds) -> Network:
+    """The network with what its moves take, all of it and of that the forward pass."""
     return Network(
         layouts=unpriced.layouts,
         place=unpriced.place,
@@ -135,18 +149,20 @@ def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Ne
         gathers=unpriced.gathers,
         leaving=unpriced.leaving,
         targets=unpriced.targets,
+        asked=unpriced.asked,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Unpriced:
-    """A network without its seconds: `steps` are changes with the numbers of layouts that they lead from and
-    to, of which the `first` are its moves."""
+    """A network without its seconds: `numbers` says which of all layouts it has, `kind` for each move which
+    of the `kinds` of changes it is, by effect and axis."""
 
     layouts: tuple[Layout, ...]
+    numbers: Numbers
     place: dict[Layout, int]
-    steps: tuple[tuple[Change, Numbers, Numbers], ...]
-    first: Numbers
+    kinds: tuple[Change, ...]
+    kind: Numbers
     source: Numbers
     target: Numbers
     axis: Numbers
@@ -156,6 +172,7 @@ class Unpriced:
     gathers: Flags
     leaving: tuple[list[int], ...]
     targets: list[int]
+    asked: dict[object, Any] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=MOST_UNPRICED)
@@ -193,10 +210,13 @@ class _Builder:
                 begin = begin[~self.blocked(begin, change)]
                 end = number[ordered[begin + (new - old) * self.stride(axis)]]
                 found.append((change, number[begin[end >= 0]], end[end >= 0]))
-        return self.unpriced(own, tuple(found))
+        return self.unpriced(own, kept, tuple(found))
 
     def unpriced(
-        self, layouts: tuple[Layout, ...], steps: tuple[tuple[Change, Numbers, Numbers], ...]
+        self,
+        layouts: tuple[Layout, ...],
+        numbers: Numbers,
+        steps: tuple[tuple[Change, Numbers, Numbers], ...],
     ) -> Unpriced:
         lengths = [len(start) for _, start, _ in steps]
         source = np.concatenate([start for _, start, _ in steps])
@@ -208,11 +228,15 @@ class _Builder:
         def of(ask: Callable[[Change], Any]) -> NDArray[Any]:
             return np.repeat([ask(change) for change, _, _ in steps], lengths)[first]
 
+        kinds: dict[tuple[str, int], tuple[int, Change]] = {}
+        for change, _, _ in steps:
+            kinds.setdefault((change.effect.name, change.axis), (len(kinds), change))
         return Unpriced(
             layouts,
+            numbers,
             {layout: index for index, layout in enumerate(layouts)},
-            steps,
-            first,
+            tuple(change for _, change in kinds.values()),
+            of(lambda change: kinds[change.effect.name, change.axis][0]),
             source[first],
             target[first],
             of(lambda change: change.axis),

@@ -231,9 +231,15 @@ class Call:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
 
     def key(self) -> str:
-        """Canonical text: equal keys cost the same on one device."""
+        """Canonical text, made once: equal keys cost the same on one device."""
+        if "key" not in self.derived:
+            self.derived["key"] = self._text()
+        return str(self.derived["key"])
+
+    def _text(self) -> str:
 
         def show(tree: Tree) -> str:
             match tree:

@@ -199,7 +199,21 @@ class MeshProblem:
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
-        found, bound, programs = list[Step](), 0.0, WrittenPrograms()
+        found, bound = self.hidden(ask.uncapped, limits)
+        if ask.cap is not None and self.quickest(found).peak.nbytes > ask.cap:
+            found, bound = self.hidden(ask, limits)
+        step = unstaged(self.quickest(found), count)
+        step = dataclasses.replace(step, bound=min(bound, step.seconds))
+        return self.unlike(step, found, ask) if step.gap > max(UNLIKE, self.request.gap) else step
+
+    def quickest(self, found: Sequence[Solution]) -> Solution:
+        """The one with the shortest step."""
+        return min(found, key=lambda each: each.priced.cost.of(self.request.micro_batches))
+
+    def hidden(self, ask: Ask, limits: Limits) -> tuple[list[Solution], float]:
+        """Assignments that are best under multipliers, and seconds that no step takes less than."""
+        count = self.request.micro_batches
+        found, bound, programs = list[Solution](), 0.0, WrittenPrograms()
         search = MultiplierSearch(self.request.gap, bisects=self.prices.early)
         for number in range(MULTIPLIERS + self.prices.early):
             late = float(number == MULTIPLIERS)
@@ -211,36 +225,35 @@ class MeshProblem:
                     raise
                 bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
                 break
-            priced = PricedProgram(self.prices, solution.program)
-            placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
-            found.append(unstaged(placed, count))
-            best = min(found, key=lambda step: step.seconds)
-            bound = max(bound, found[-1].bound)
-            if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
+            priced = solution.priced.at(self.prices)
+            found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
+            seconds = priced.cost.of(count)
+            least = self.quickest(found).priced.cost.of(count)
+            bound = max(bound, count * solution.bound)
+            if least - bound <= max(self.request.gap, SAME) * least:
                 break
-            step = found[-1]
-            search.note(solution.seconds, step.seconds / count, shows=step.cost.exposed_sums)
+            search.note(solution.seconds, seconds / count, shows=priced.cost.exposed_sums)
             if search.is_over:
                 break
-        best = dataclasses.replace(best, bound=min(bound, best.seconds))
-        return self.unlike(best, found, ask) if best.gap > max(UNLIKE, self.request.gap) else best
+        return found, bound
 
-    def unlike(self, best: Step, found: Sequence[Step], ask: Ask) -> Step:
+    def unlike(self, best: Step, found: Sequence[Solution], ask: Ask) -> Step:
         """The best step, or one whose blocks mix two of those `found`, if that can be told apart.
 
         These are the last ones whose sums show and whose sums hide. Blocks that are alike are simpler.
         """
         shows, hides = (
-            [each for each in found if each.cost.exposed_sums is shown] for shown in (True, False)
+            [each for each in found if each.priced.cost.exposed_sums is shown] for shown in (True, False)
         )
         if self.folding.count == 1 or not shows or not hides:
             return best
         count = self.request.micro_batches
-        priced = turned(hides[-1], shows[-1], self.folding, count=count, cap=ask.cap)
+        hiding, showing = (unstaged(each[-1], count) for each in (hides, shows))
+        priced = turned(hiding, showing, self.folding, count=count, cap=ask.cap)
         if priced is None or priced.cost.of(count) >= (1 - SAME) * best.seconds:
             return best
         solution = dataclasses.replace(
-            best.solution, priced=priced, seconds=priced.seconds, peak=priced.peak, status="gap_limit"
+            best.solution, priced=priced, seconds=priced.seconds, held=priced, status="gap_limit"
         )
         mixed = dataclasses.replace(unstaged(solution, count), bound=best.bound)
         apart = max(MEASURED_ERROR, margin(priced, best.solution.program))
@@ -276,7 +289,7 @@ class MeshProblem:
 
         def step_of(program: Program) -> Step:
             priced = PricedProgram(self.prices, program)
-            placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
+            placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, held=priced)
             return self.stage(placed, ask.cap, limits, fastest.bound)
 
         scarce_cap = None if ask.cap is None else math.inf  # under which weights may be regathered

@@ -5,6 +5,7 @@ declared              operators of the user's own, declared by an equation
 rule                  what a rule answers about a family of operators
 strategies            from a graph to its atoms and all strategies
 atoms                 into what every dim can be split
+local_sizes           how large parts of a tensor are, for many layouts at once
 window                which input rows a range of output rows needs
 halo                  fetching them from other ranks
 vertex_order          orders of vertices in which few edges lead from part to part

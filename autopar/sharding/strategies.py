@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
@@ -12,7 +13,9 @@ from autopar.core.strategy import Option, Strategy
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
 
+MOST_SHARED = 256  # lists of strategies that operators of any sizes share
 _NUMBERS: dict[object, int] = {}  # of signs, in the order in which they were met
+_OPTIONS: dict[tuple[Option, ...], tuple[Option, ...]] = {}  # one object of equal ones: few, without sizes
 
 
 def find_atoms(graph: Graph) -> Atoms:
@@ -88,7 +91,7 @@ def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
     sign = sign_of(operation, dims)
     if sign not in dims.options:
         found = rule_of(operation).options(Instance(operation, dims.graph.specs), dims.atoms)
-        dims.options[sign] = tuple(found)
+        dims.options[sign] = _OPTIONS.setdefault(tuple(found), tuple(found))
     return dims.options[sign]
 
 
@@ -110,7 +113,18 @@ def strategies_of(operation: Operator, dims: Dims) -> tuple[Strategy, ...]:
     """Every legal strategy: an option for each axis; equal operators share them."""
     sign = sign_of(operation, dims)
     if sign not in dims.strategies:
-        every = itertools.product(options_of(operation, dims), repeat=len(dims.mesh.shape))
-        legal = (strategy for strategy in every if is_legal(operation, strategy, dims))
-        dims.strategies[sign] = tuple(legal)
+        options, axes = options_of(operation, dims), len(dims.mesh.shape)
+        legal = tuple(is_legal(operation, strategy, dims) for strategy in _every(options, axes))
+        dims.strategies[sign] = _legal(options, axes, legal)
     return dims.strategies[sign]
+
+
+@lru_cache(maxsize=MOST_SHARED)
+def _every(options: tuple[Option, ...], axes: int) -> tuple[Strategy, ...]:
+    """An option for each axis, in all ways; operators of other sizes share them."""
+    return tuple(itertools.product(options, repeat=axes))
+
+
+@lru_cache(maxsize=MOST_SHARED)
+def _legal(options: tuple[Option, ...], axes: int, legal: tuple[bool, ...]) -> tuple[Strategy, ...]:
+    return tuple(itertools.compress(_every(options, axes), legal))

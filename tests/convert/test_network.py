@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
 
 import networkx as nx
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import effect, gathers, moves
-from autopar.convert.network import Alike, Network, Price, network, unnamed
+from autopar.convert.network import Alike, Network, paths, priced, unnamed
 from autopar.convert.path import interesting
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -78,11 +78,8 @@ def test_a_network_has_every_legal_move_at_its_price(mesh: Mesh, tensor: str) ->
 @given(st.sets(st.sampled_from([*itertools.product((R, P, B, Shard(0), Shard(1)), repeat=2)])))
 def test_a_network_leads_over_legal_layouts_alone_and_misses_none(good: set[Layout]) -> None:
     placements = ((R, P, B, Shard(0), Shard(1)),) * 2
-    found = network(
-        placements,
-        legal=good.__contains__,
-        price=lambda layouts: lambda change, source, target: (np.ones(len(source)), np.zeros(len(source))),
-    )
+    unpriced = paths(placements, (), tuple(item in good for item in itertools.product(*placements)))
+    found = priced(unpriced, np.ones(len(unpriced.source)), np.zeros(len(unpriced.source)))
     ways = [found.move(number) for number in range(len(found.source))]
     legal_ways = {move for layout in good for move in moves(layout, placements) if move.target in good}
     assert set(found.layouts) == good
@@ -146,10 +143,8 @@ def test_tensors_that_are_cut_alike_share_their_moves() -> None:
     placements = ((R, P, B, Shard(0)), (R, P, B, Shard(1)))
 
     def of(seconds: float) -> Network:
-        def price(layouts: Sequence[Layout]) -> Price:
-            return lambda change, source, target: (np.full(len(source), seconds), np.zeros(len(source)))
-
-        return network(placements, legal=lambda layout: True, price=price)
+        unpriced = paths(placements, (), (True,) * math.prod(map(len, placements)))
+        return priced(unpriced, np.full(len(unpriced.source), seconds), np.zeros(len(unpriced.source)))
 
     one, other = of(1.0), of(2.0)
     assert one.source is other.source and one.place is other.place

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.moves import legal, moves
-from autopar.convert.network import Change, Numbers, Seconds, network
+from autopar.convert.network import paths, priced
 from autopar.convert.path import interesting, tree, tree_within
 from autopar.core.graph import Graph, GraphInput, InputKind, TensorSpec
 from autopar.core.mesh import Mesh
@@ -209,7 +209,9 @@ def test_within_a_network_a_tree_is_the_one_that_is_found_move_by_move(
     choices = st.sampled_from(layouts(mesh))
     source, needs = data.draw(choices), data.draw(st.lists(choices, min_size=1, max_size=3))
     every = interesting(layouts(mesh), differentiable=True)
-    free = network(every, legal=lambda item: dims.legal("x", item), price=lambda _: _free)
+    unpriced = paths(every, (), tuple(dims.legal("x", item) for item in itertools.product(*every)))
+    nothing = np.zeros(len(unpriced.source))
+    free = priced(unpriced, nothing, nothing)
     seconds = np.array([price(free.move(number)) for number in range(len(free.source))], dtype=np.float64)
     theirs = tree(
         source,
@@ -220,10 +222,6 @@ def test_within_a_network_a_tree_is_the_one_that_is_found_move_by_move(
         through=free.layouts if anywhere else (),
     )
     assert theirs == tree_within(free, source, needs, seconds, differentiable=True, anywhere=anywhere)
-
-
-def _free(_: Change, source: Numbers, __: Numbers) -> tuple[Seconds, Seconds]:
-    return np.zeros(len(source)), np.zeros(len(source))
 
 
 def test_the_minor_axis_is_gathered_first_and_split_last() -> None:

@@ -19,6 +19,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.machine.model import CostModel
+from autopar.cost.program import priced_program
+from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import AutoparError, SolverError
@@ -122,6 +125,20 @@ def test_a_step_whose_sums_may_hide_is_near_its_bound() -> None:
     for asked in ({}, {"micro_batches": 4}, {"memory": 20_000_000}):
         step = found_for(mesh=Mesh((4,)), **asked).step
         assert step.bound <= step.seconds <= 1.05 * step.bound
+
+
+def test_memory_is_replayed_once_for_all_multipliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best assignment of all that were found fits, others need not."""
+    replays: list[object] = []
+    monkeypatch.setattr(
+        priced_program, "peak_memory", lambda priced: replays.append(priced) or peak_memory(priced)
+    )
+    problem = MeshProblem(
+        unequal(), Mesh((4,)), CLUSTER, CostModel.of(CLUSTER, None), Request(**PLAIN), 10**12, CLUSTER.intra
+    )
+    step = problem.plan(problem.ask(cap=problem.cap))
+    assert len(problem.solved) > 1
+    assert [step.peak_bytes] == [each.peak.nbytes for each in replays]  # type: ignore[attr-defined]
 
 
 def deep(layers: int, width: int, rows: int) -> Graph:

@@ -44,7 +44,7 @@ def drawn(random: Random, device: str) -> tuple[Step, Plan]:
     problem = MeshProblem(model.graph, mesh, cluster, costs, request, None, link)
     program = draw_program(random, model.graph, problem.dims)
     priced = PricedProgram(problem.prices, program)
-    step = unstaged(Solution(priced, priced.seconds, 0.0, "forced", priced.peak), count)
+    step = unstaged(Solution(priced, priced.seconds, 0.0, "forced", priced), count)
     return step, report(step, cluster, [], None, request)
 
 

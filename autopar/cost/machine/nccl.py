@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.core.costs import Collective, LinkLike
 
 MICRO = 1e-6
 TREE_PART = 0.92  # of the bandwidth
+MOST_GROUPS = 1024  # whose algorithms are remembered
 SIMPLE_FAR = 1.4  # times the latency of rings over several nodes, without a low-latency protocol
 
 
@@ -70,19 +72,37 @@ class Group:
         return near * max(within, self.intra.latency) + far * max(between, inter)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds by bytes: `latency + share * nbytes / bandwidth`."""
+
+    latency: float
+    share: float
+    bandwidth: float
+
+    def at(self, nbytes: int) -> float:
+        return self.latency + self.share * nbytes / self.bandwidth
+
+
 def seconds(kind: Collective, nbytes: int, group: Group) -> float | None:
     """Seconds of a collective, `nbytes` of the full tensor; None for kinds that NCCL makes of messages."""
     if kind not in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         return None
     if group.size == 1:
         return 0.0
-    found = [ring(kind, nbytes, group, protocol) for protocol in PROTOCOLS]
+    return min(line.at(nbytes) for line in lines(kind, group))
+
+
+@lru_cache(maxsize=MOST_GROUPS)
+def lines(kind: Collective, group: Group) -> tuple[Line, ...]:
+    """What a collective takes by each algorithm and protocol."""
+    found = [ring(kind, group, protocol) for protocol in PROTOCOLS]
     if kind is Collective.ALL_REDUCE:
-        found += [tree(nbytes, group, protocol) for protocol in PROTOCOLS]
-    return min(found)
+        found += [tree(group, protocol) for protocol in PROTOCOLS]
+    return tuple(found)
 
 
-def ring(kind: Collective, nbytes: int, group: Group, protocol: Protocol) -> float:
+def ring(kind: Collective, group: Group, protocol: Protocol) -> Line:
     """One ring through all ranks, or the two passes of an all-reduce."""
     whole = kind is Collective.ALL_REDUCE
     steps = (group.size - 1) * (2 if whole else 1)
@@ -92,12 +112,12 @@ def ring(kind: Collective, nbytes: int, group: Group, protocol: Protocol) -> flo
     latency = MICRO * protocol.base[RING]
     latency += group.hops(steps - far, far, (protocol.near[RING], protocol.far[RING]))
     latency *= protocol.slow_far if several else 1.0
-    return latency + steps / group.size * nbytes / (group.bandwidth * protocol.part)
+    return Line(latency, steps / group.size, group.bandwidth * protocol.part)
 
 
-def tree(nbytes: int, group: Group, protocol: Protocol) -> float:
+def tree(group: Group, protocol: Protocol) -> Line:
     """Up and down a tree of nodes, each a chain of its ranks."""
     near, far = group.size / group.nodes - 1, math.log2(group.nodes)
     latency = MICRO * protocol.base[TREE]
     latency += 2 * group.hops(near, far, (protocol.near[TREE], protocol.far[TREE]))
-    return latency + 2 * nbytes / (group.bandwidth * TREE_PART * protocol.part)
+    return Line(latency, 2, group.bandwidth * TREE_PART * protocol.part)

@@ -16,6 +16,7 @@ from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 
 if TYPE_CHECKING:
+    from autopar.cost.operators.calls import OperatorCalls
     from autopar.cost.operators.prices import Price
 
 MOST = 16  # meshes and clusters that are remembered
@@ -23,8 +24,14 @@ MOST = 16  # meshes and clusters that are remembered
 
 @dataclass(slots=True)
 class Known:
-    """Prices by what they depend on beside the mesh, the cluster and whether there is a backward pass."""
+    """Prices by what they depend on beside the mesh, the cluster and whether there is a backward pass.
 
+    Where an operator is one local call, its price (`local`) and its memory (`calls`) are the same on all
+    meshes, and clusters of such devices.
+    """
+
+    local: dict[Any, Price] = field(default_factory=dict)
+    calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     operators: dict[Any, Price] = field(default_factory=dict)
     networks: dict[Any, Network] = field(default_factory=dict)
 
@@ -38,8 +45,10 @@ def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training
     measured = model.measured and not model.of_file
     if model.here or measured or model.corrections or model.collectives != CollectiveTable({}):
         return Known()
-    key = cluster, mesh, model.device, model.contention, model.of_file, training
-    found = _KNOWN.pop(key, None) or Known()
+    device = model.device, model.contention, model.of_file, training
+    alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), Known())
+    key = mesh, cluster, *device
+    found = _KNOWN.pop(key, None) or Known(alike.local, alike.calls)
     while len(_KNOWN) >= MOST:
         del _KNOWN[next(iter(_KNOWN))]
     _KNOWN[key] = found

@@ -30,7 +30,7 @@ from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.collectives.late_gradients import PRODUCTS
-from autopar.sharding.rule import GATHER, Site, rule_of
+from autopar.sharding.rule import GATHER, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
@@ -76,6 +76,11 @@ class Price:
     def backward(self) -> float:
         return self.seconds - self.forward
 
+    @property
+    def hiding(self) -> tuple[float, float, float]:
+        """Seconds behind which exchanges may hide, each for a credit of its own (`Prices.credits`)."""
+        return self.behind, self.compute, self.late
+
 
 @dataclass(slots=True)
 class Prices(TensorPrices):
@@ -89,6 +94,7 @@ class Prices(TensorPrices):
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _groups: dict[Any, Group | None] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
+    _kinds: dict[str, Any] = field(default_factory=dict)  # of local calls, but for their shapes
     _equal_axes: bool | None = None
 
     def under(
@@ -118,16 +124,31 @@ class Prices(TensorPrices):
 
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls."""
-        # Equal operators, and programs, share strategies, whose keys take long to make.
-        member = self._member(operation)
-        same = sign_of(operation, self.dims), id(strategy), member, *self._values(operation)
-        if same in self._priced:
-            return self._priced[same][1]
+        same = self._same(operation, strategy)
+        if same not in self._priced:
+            self._priced[same] = strategy, self._credited(self.plain(operation, strategy))
+        return self._priced[same][1]
+
+    def plain(self, operation: Operator, strategy: Strategy) -> Price:
+        """The price without credit for what hides."""
+        same = self._same(operation, strategy)
         if same not in self._plain:
             self._plain[same] = strategy, self._operator(operation, strategy)
-        found = self._credited(self._plain[same][1])
-        self._priced[same] = strategy, found
-        return found
+        return self._plain[same][1]
+
+    def _same(self, operation: Operator, strategy: Strategy) -> Any:
+        """Equal operators, and programs, share strategies, whose keys take long to make."""
+        return (
+            sign_of(operation, self.dims),
+            id(strategy),
+            self._member(operation),
+            *self._values(operation),
+        )
+
+    @property
+    def credits(self) -> tuple[float, float, float]:
+        """What a second of each of `Price.hiding` takes off."""
+        return self.credit, self.compute_credit, self.late_credit
 
     def _operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price without credit."""
@@ -137,19 +158,38 @@ class Prices(TensorPrices):
         is_general = operation.target is not CUSTOM and not by_values
         found = self.known.operators.get(sign) if is_general else None
         if found is None:
-            key = self._key(operation, strategy)
-            if key not in self._operators:
-                self._operators[key] = self._price(operation, strategy)
-            found = self._operators[key]
+            local = self._local(operation, strategy)
+            known = self._operators if local is None else self.known.local
+            key = self._key(operation, strategy) if local is None else local
+            if key not in known:
+                known[key] = self._price(operation, strategy)
+            found = known[key]
             if is_general:
                 self.known.operators[sign] = found
         return found
 
+    def _local(self, operation: Operator, strategy: Strategy) -> Any | None:
+        """Equal for operators and strategies, also of other meshes, that make one local call and nothing
+        else: where the rule writes the plain call, it depends on operands' shapes. None of others."""
+        if type(rule_of(operation)).lower is not Rule.lower or self._member(operation) is not None:
+            return None
+        if operation.target is CUSTOM or not self._constants.isdisjoint(operation.operands):
+            return None
+        specs, place = self.graph.specs, self._place(operation, strategy)
+        if operation.name not in self._kinds:
+            args = text_of(operation, lambda name: str(replace(specs[name], shape=())))
+            own = tuple((name in self._parameters, name in self._weights) for name in operation.operands)
+            same = tuple(map(operation.operands.index, operation.operands))
+            self._kinds[operation.name] = operation.target, args, operation.order, own, same
+        shapes = tuple(
+            self.dims.local_shape(name, tuple(option.operands[index] for option in strategy), place)
+            for index, name in enumerate(operation.operands)
+        )
+        return *self._kinds[operation.name], shapes
+
     def _credited(self, price: Price) -> Price:
         """The price less what hides behind the operator."""
-        credit = (
-            self.credit * price.behind + self.compute_credit * price.compute + self.late_credit * price.late
-        )
+        credit = sum(each * seconds for each, seconds in zip(self.credits, price.hiding, strict=True))
         return replace(price, credit=credit) if credit else price
 
     def _sign(self, operation: Operator, strategy: Strategy) -> Any:
@@ -228,8 +268,10 @@ class Prices(TensorPrices):
     ) -> OperatorCalls:
         """The operator's calls on the largest rank: what each takes, gives and keeps in memory. Operands that
         are `moved`, and results that are `needed` by moves, lie outside of fused groups."""
-        key = self._key(operation, strategy), moved, needed
-        if key not in self._calls:
+        local = self._local(operation, strategy)
+        known = self._calls if local is None else self.known.calls
+        key = (self._key(operation, strategy), moved, needed) if local is None else local
+        if key not in known:
             emitter, values, results = self._lower(operation, strategy)
             found = read_calls(emitter, values, results, self.device.kind)
             member = self._member(operation)
@@ -237,8 +279,8 @@ class Prices(TensorPrices):
                 found = fused_calls(
                     found, member, emitter.described(tuple(values)), moved=moved, needed=needed
                 )
-            self._calls[key] = found
-        return self._calls[key]
+            known[key] = found
+        return known[key]
 
     def parts(self, operation: Operator, strategy: Strategy) -> Mapping[object, int]:
         """Bytes of each tensor that the largest rank's program holds for the operator from the start: its
@@ -286,6 +328,7 @@ class Prices(TensorPrices):
         strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         recompute = sum(item.forward_seconds for item in costs)
+        written = sum(_is_local(item) for item in emitter.written)
         fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
@@ -293,10 +336,9 @@ class Prices(TensorPrices):
             recompute, local = recompute + part.forward_seconds, ()
             costs.append(part)
         else:
-            recompute += sum(
-                self.call(item.call).forward_seconds for item in emitter.written if _is_local(item)
-            )
-            costs += [self.call(item) for item in (*local, *strips)]
+            own = [self.call(item) for item in (*local, *strips)]
+            recompute += sum(item.forward_seconds for item in own[:written])
+            costs += own
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
         between = sum(self._seconds(item) for item in costs if item.interpolated)

@@ -14,8 +14,17 @@ import numpy as np
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import MoveAction, effect
-from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
-from autopar.convert.network import Price as PriceOfChange
+from autopar.convert.network import (
+    Alike,
+    Change,
+    Network,
+    Numbers,
+    Placements,
+    Seconds,
+    Unpriced,
+    paths,
+    priced,
+)
 from autopar.core.costs import ADAM, Collective, DeviceModel, OptimizerState
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
@@ -27,6 +36,7 @@ from autopar.cost.operators.fused_groups import FusedGroups
 from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
+from autopar.sharding.local_sizes import LocalSizes
 
 _COLLECTIVE = {
     MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -68,6 +78,7 @@ class TensorPrices:
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _known: Known | None = None
     _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
+    _sizes: dict[Placements, LocalSizes] = field(default_factory=dict)
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _axes: dict[int, int] = field(default_factory=dict)  # the first one that is alike
     _parameters: frozenset[str] = frozenset()
@@ -188,12 +199,12 @@ class TensorPrices:
         if key not in networks and not usual and not self.early and key in self.known.networks:
             networks[key] = self.known.networks[key].scaled(self.shown)
         if key not in networks:
-            networks[key] = network(
-                placements,
-                legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
-                price=lambda layouts: self._changes(name, layouts),
-                alike=alike,
-            )
+            sizes = self._layouts(placements)
+            legal = sizes.legal(self.dims, name).tolist()
+            good = [yes or layout in fixed for yes, layout in zip(legal, sizes.layouts, strict=True)]
+            found = paths(placements, alike, tuple(good))
+            nbytes = sizes.nbytes(self.dims, name, found.numbers)
+            networks[key] = priced(found, *self._changes(name, nbytes, found))
         return networks[key]
 
     def kind(self, name: str) -> Any:
@@ -207,24 +218,30 @@ class TensorPrices:
         own = name in self._parameters, self.widening(name), self._parts_group(name)
         return spec, atoms.of[name], cuts, *own
 
-    def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
-        """Seconds of changes between numbers of `layouts`."""
-        sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
-        different, codes = np.unique(sizes, return_inverse=True)
-        tables: dict[tuple[str, int], tuple[Seconds, Seconds]] = {}  # of each size; nan where not yet asked
+    def _layouts(self, placements: Placements) -> LocalSizes:
+        """All layouts of these placements, and what is found once for all tensors of how they split one."""
+        if placements not in self._sizes:
+            self._sizes[placements] = LocalSizes(placements)
+        return self._sizes[placements]
 
-        def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
-            key = change.effect.name, self._axis_alike(change.axis)
-            if key not in tables:
-                tables[key] = np.full(len(different), np.nan), np.full(len(different), np.nan)
-            whole, ahead = tables[key]
-            larger = np.maximum(codes[source], codes[target])
-            wanted = np.bincount(larger, minlength=len(different)) > 0
-            for place in np.flatnonzero(wanted & np.isnan(whole)).tolist():
-                whole[place], ahead[place] = self._whole_change(name, change, int(different[place]))
-            return whole[larger], ahead[larger]
-
-        return seconds
+    def _changes(self, name: str, nbytes: Numbers, unpriced: Unpriced) -> tuple[Seconds, Seconds]:
+        """Seconds of all moves of a network whose layouts have so many bytes, and those before the loss."""
+        different, codes = np.unique(nbytes, return_inverse=True)
+        larger = np.maximum(codes[unpriced.source], codes[unpriced.target])
+        first: dict[object, int] = {}  # the first kind of those that cost the same
+        alike = [
+            first.setdefault((change.effect.name, self._axis_alike(change.axis)), kind)
+            for kind, change in enumerate(unpriced.kinds)
+        ]
+        kinds = np.array(alike, dtype=np.intp)[unpriced.kind]
+        places, back = np.unique(kinds * len(different) + larger, return_inverse=True)
+        seconds = np.array(
+            [
+                self._whole_change(name, unpriced.kinds[kind], int(different[code]))
+                for kind, code in (divmod(place, len(different)) for place in places.tolist())
+            ]
+        ).reshape(-1, 2)
+        return seconds[back, 0], seconds[back, 1]
 
     def _whole_change(self, name: str, change: Change, nbytes: int) -> tuple[float, float]:
         """Seconds of a change of placement, and those of them before the loss.

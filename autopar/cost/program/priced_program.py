@@ -74,6 +74,12 @@ class PricedProgram:
         step if there are no micro-batches."""
         return self.cost.weighted(self.prices.step_weight)
 
+    def at(self, prices: Prices) -> PricedProgram:
+        """The program at other prices of the same graph: its values are the same, and so is its memory."""
+        other = PricedProgram(prices, self.program)
+        other.__dict__["values"] = self.values
+        return other
+
     @property
     def plain(self) -> PricedProgram:
         """The program without remedies: nothing is recomputed, nothing offloaded."""

@@ -7,6 +7,9 @@ memory_rows       of it what variables hold: the cap, and the price of bytes
 tensor_classes    who makes and takes each tensor, and which are treated alike
 memory_price      what bytes cost where no row can state the cap
 direct_ways       of a tensor with one use, from layout to layout
+conversion_trees   of one with several uses, the cheapest tree
+choice_tables     the same costs as tables, by who makes and takes a tensor
+elimination       the cheapest program by these, of long, narrow graphs
 flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for

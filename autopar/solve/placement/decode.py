@@ -22,6 +22,7 @@ from autopar.core.strategy import Strategy
 from autopar.cost.program.values import leading
 from autopar.errors import RuleError
 from autopar.solve.linear_program import SolverAnswer
+from autopar.solve.placement.conversion_trees import cheapest_tree
 from autopar.solve.placement.gather_phases import completing
 from autopar.solve.placement.problem import Problem, Stored
 from autopar.solve.placement.tensor_classes import TensorClass
@@ -95,9 +96,10 @@ def decoded(
     values: tuple[float, ...] | None = None,
     *,
     around: bool = False,
+    cheapest: bool = False,
 ) -> Program:
     """The program of these choices; conversions are those of the solver's `values` or cheaper ones, which
-    with `around` may lead through layouts that nobody asks for.
+    with `around` may lead through layouts that nobody asks for; the `cheapest` of all, if these are wanted.
 
     Raises RuleError if without `values` there is no way from one layout to another.
     """
@@ -119,7 +121,9 @@ def decoded(
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
         gathering = gatherings.get(tensor.name, Gathering.KEEP)
-        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values, gathering, around=around)
+        chosen = _moves_of(
+            problem, tensor, strategies, inputs, outputs, values, gathering, around=around, cheapest=cheapest
+        )
         moves |= dict.fromkeys(tensor.members, chosen)
     special = {
         name: gathering
@@ -141,6 +145,7 @@ def _moves_of(
     gathering: Gathering,
     *,
     around: bool = False,
+    cheapest: bool = False,
 ) -> tuple[Move, ...]:
     """Choose the cheaper of what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
@@ -162,6 +167,8 @@ def _moves_of(
             )
         return problem.paths[key]
 
+    if cheapest and (tree := _cheapest(problem, tensor, source, needs, gathering)) is not None:
+        return tree
     candidates = list(_flowing(tensor, source, needs, values))
     if tensor.ways is not None and values is not None:
         candidates.append(path(leads=False, around=True))
@@ -183,6 +190,17 @@ def _moves_of(
         return repeated + _regather_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
+
+
+def _cheapest(
+    problem: Problem, tensor: TensorClass, source: Layout, needs: list[Layout], gathering: Gathering
+) -> tuple[Move, ...] | None:
+    """The cheapest conversions of all, if each costs the same wherever it is made."""
+    if problem.prices.step_weight < 1.0 and problem.wiring.is_parameter(tensor.name):
+        return None
+    place = tensor.network.place
+    seconds = _seconds_of_moves(problem, tensor, gathering, leads=False)
+    return cheapest_tree(tensor.network, seconds, place[source], [place[need] for need in needs])
 
 
 def _flowing(

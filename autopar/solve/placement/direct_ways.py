@@ -32,16 +32,29 @@ class DirectWays:
 
 
 def ways(network: Network, starts: Numbers, ends: Numbers, allowed: Flags) -> Seconds:
-    """Seconds of the cheapest ways [start, end] over `allowed` moves, by Bellman and Ford."""
-    moves = np.flatnonzero(allowed)
-    moves = moves[np.argsort(network.target[moves], kind="stable")]
-    source, seconds = network.source[moves], network.seconds[moves]
-    targets, first = np.unique(network.target[moves], return_index=True)
-    found = np.full((len(network.layouts), len(starts)), np.inf)
-    found[starts, np.arange(len(starts))] = 0.0
-    while len(moves):
-        arriving = np.minimum.reduceat(found[source] + seconds[:, None], first)
-        if not (arriving < found[targets]).any():
+    """Seconds of the cheapest ways [start, end] over `allowed` moves."""
+    return np.ascontiguousarray(distances(network, starts, allowed)[ends].T)
+
+
+def distances(network: Network, ends: Numbers, allowed: Flags, *, backward: bool = False) -> Seconds:
+    """Seconds [layout, end] of the cheapest ways from each end to every layout over `allowed` moves.
+
+    They lead from every layout to each end if it is `backward`."""
+    begun = np.full((len(network.layouts), len(ends)), np.inf)
+    begun[ends, np.arange(len(ends))] = 0.0
+    return settled(network, begun, allowed, backward=backward)
+
+
+def settled(network: Network, begun: Seconds, allowed: Flags, *, backward: bool = False) -> Seconds:
+    """The least of what ways cost that begin, or `backward` end, in a layout at `begun` [layout, ...]; by
+    Bellman and Ford."""
+    moves = network.grouped(allowed, backward=backward)
+    seconds = network.seconds[moves.moves, None]
+    found = begun.copy()
+    while len(moves.moves):
+        arriving = np.minimum.reduceat(found[moves.begins] + seconds, moves.first)
+        known = found[moves.ends]
+        if not (arriving < known).any():
             break
-        found[targets] = np.minimum(found[targets], arriving)
-    return np.ascontiguousarray(found[ends].T)
+        found[moves.ends] = np.minimum(known, arriving)
+    return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from autopar.convert.network import Alike, unnamed
 from autopar.core.graph import Graph
 from autopar.core.placement import Broadcast, Layout, R
@@ -52,25 +54,34 @@ class OperatorVariables:
         self.add_operators()
 
     def add_operators(self) -> None:
+        parts: list[tuple[float, ...]] = []
         for name, members in self.members.items():
             operation = self.by_name[name]
-            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
-            self.x[name] = [
-                self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
+            prices = [self.prices.plain(operation, item) for item in self.space.strategies[name]]
+            parts += [
+                tuple(len(members) * each for each in (price.seconds, *price.hiding)) for price in prices
             ]
+            self.x[name] = [self.lp.variable(integer=True, upper=1.0) for _ in prices]
             self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
-            for cost, variable in zip(costs, self.x[name], strict=True):
-                if cost.saved.extra_bytes:
-                    self.memory.hold(cost.saved.extra_bytes * len(members), variable)
+            for price, variable in zip(prices, self.x[name], strict=True):
+                if price.saved.extra_bytes:
+                    self.memory.hold(price.saved.extra_bytes * len(members), variable)
+        self.variables = [variable for variables in self.x.values() for variable in variables]
+        self.parts = np.array(parts, dtype=np.float64).reshape(len(parts), -1)
+        self.write_costs()
+
+    def write_costs(self) -> None:
+        """Write what each variable costs by these prices: its seconds less the credit for what hides."""
+        seconds, *hiding = self.parts.T
+        costs = seconds - sum(credit * each for credit, each in zip(self.prices.credits, hiding, strict=True))
+        for variable, cost in zip(self.variables, costs.tolist(), strict=True):
+            self.lp.costs[variable] = cost
 
     def under(self, prices: Prices, lp: LinearProgram) -> OperatorVariables:
         """Move the variables to a program like this one, at other prices."""
         other = copy.copy(self)
         other.prices, other.lp = prices, lp
-        for name, members in self.members.items():
-            operation = self.by_name[name]
-            for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
-                lp.costs[variable] = prices.operator(operation, strategy).seconds * len(members)
+        other.write_costs()
         return other
 
     def add_recompute(self) -> None:

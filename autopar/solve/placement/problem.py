@@ -59,6 +59,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +123,7 @@ class Problem:
         # forced, and what it spares in every layout.
         self.regathered: dict[str, int | None] = {}
         self.unkept: dict[str, Terms] = {}
+        self.found_layouts: dict[object, list[Layout]] = {}  # by strategies
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.operators = OperatorVariables(
             graph,
@@ -141,7 +143,7 @@ class Problem:
         if cap is not None and cap < math.inf:
             self.memory.cap(cap)
 
-    def under(self, prices: Prices) -> Problem:
+    def under(self, prices: Prices) -> Self:
         """The program under other multipliers: operators and moves cost something else, and rows stay."""
         other, costs = copy.copy(self), list(self.lp.costs)
         other.prices, other.paths = prices, {}
@@ -187,12 +189,18 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
+        starts, uses, taken = self.routed(tensor)
+        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
+            self.add_flows(tensor, starts, uses, taken)
+        self.save(tensor, uses, float(len(tensor.members)))
+
+    def routed(self, tensor: TensorClass) -> tuple[dict[Place, Terms], list[Use], list[dict[Phase, Flags]]]:
+        """Where the tensor is made, where it is used, and which moves may lead from one to the other."""
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)
         tensor.network = network = self.prices.network(tensor.name, placements, alike=self.alike, fixed=ends)
         fixed = self.wiring.is_fixed(tensor.name)
-        count = float(len(tensor.members))
         taken = [
             phased(
                 network,
@@ -203,9 +211,7 @@ class Problem:
             )
             for use in uses
         ]
-        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
-            self.add_flows(tensor, starts, uses, taken)
-        self.save(tensor, uses, count)
+        return starts, uses, taken
 
     def join(
         self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[Phase, Flags]
@@ -423,11 +429,23 @@ class Problem:
         repetitions = self.operators.repetitions(
             self.wiring.makers[member][0].name for member in tensor.members
         )
-        marginals = self.operators.mean(name, repetitions)
-        for strategy, terms in zip(self.space.strategies[name], marginals, strict=True):
-            layout = tuple(option.results[index] for option in strategy)
-            found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
+        layouts = self.layouts(tensor.name, name, "results", index)
+        for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
+            found.setdefault(layout, []).extend(terms)
         return found
+
+    def layouts(self, name: str, operation: str, ends: str, index: int) -> list[Layout]:
+        """The layout of a tensor by each strategy of an operator class, as one of its operands or results;
+        found once for all operators of the same strategies."""
+        strategies = self.space.strategies[operation]
+        requires_grad = self.graph.specs[name].requires_grad
+        key = ends, index, requires_grad, *map(id, strategies)
+        if key not in self.found_layouts:
+            self.found_layouts[key] = [
+                self.canonical(name, tuple(getattr(option, ends)[index] for option in strategy))
+                for strategy in strategies
+            ]
+        return self.found_layouts[key]
 
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
@@ -488,10 +506,8 @@ class Problem:
             name = self.folding.class_of[operation.name]
             repetitions = self.operators.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
-            for strategy, terms in zip(
-                self.space.strategies[name], self.operators.mean(name, repetitions), strict=True
-            ):
-                layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
+            layouts = self.layouts(tensor.name, name, "operands", position)
+            for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
                 needs.setdefault(layout, []).extend(terms)
             found.append(Use(name, position, needs))
         if tensor.name in self.graph.outputs:

@@ -55,13 +55,18 @@ class CutoffError(InfeasibleError):
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status. With
-    stages the peak is still that of the program without, before remedies."""
+    stages the peak is still that of the program without, before remedies, which is `held`."""
 
     priced: PricedProgram
     seconds: float
     bound: float
     status: str
-    peak: Peak
+    held: PricedProgram
+
+    @property
+    def peak(self) -> Peak:
+        """What is held in memory, replayed when it is asked for."""
+        return self.held.peak
 
     @property
     def program(self) -> Program:
@@ -178,7 +183,7 @@ class _PlacementSearch:
             offload=self.offload,
             deadline=self.deadline,
         )
-        return replace(known[0], priced=best.priced, seconds=best.seconds, peak=best.peak)
+        return replace(known[0], priced=best.priced, seconds=best.seconds, held=best.priced)
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:
         """The solution, or the first one under tighter rows, that fits; none if there is none."""
@@ -388,19 +393,27 @@ class _PlacementSearch:
     def check(self, problem: Problem, answer: SolverAnswer, priced: PricedProgram) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
-        seconds = priced.seconds
-        promised = (
-            answer.cost - problem.memory.cost(answer.values) - problem.operators.recompute_cost(answer.values)
+        check_promise(
+            problem,
+            priced,
+            answer.cost
+            - problem.memory.cost(answer.values)
+            - problem.operators.recompute_cost(answer.values),
         )
-        if seconds > promised * (1 + 1e-6):
-            promised += _optimism(problem, priced)
-        if seconds > promised * (1 + 1e-6) + 1e-12:
-            raise CheckError(
-                where="plan",
-                found=f"{seconds:.6g} s when priced again",
-                wanted=f"at most the solver's {promised:.6g} s",
-                remedy="report this model",
-            )
+
+
+def check_promise(problem: Problem, priced: PricedProgram, promised: float) -> None:
+    """Raises CheckError if a program takes longer than was promised."""
+    seconds = priced.seconds
+    if seconds > promised * (1 + 1e-6):
+        promised += _optimism(problem, priced)
+    if seconds > promised * (1 + 1e-6) + 1e-12:
+        raise CheckError(
+            where="plan",
+            found=f"{seconds:.6g} s when priced again",
+            wanted=f"at most the solver's {promised:.6g} s",
+            remedy="report this model",
+        )
 
 
 def completed(
@@ -420,7 +433,7 @@ def completed(
         priced = fit_by_offload(priced, cap, recompute=recompute, offload=offload).priced
     elif cap is not None and recompute is Recompute.AUTO:
         priced = fit(priced, cap).priced
-    return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced.peak)
+    return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced)
 
 
 def check_cutoff(bound: float, cutoff: float) -> None:

@@ -199,6 +199,7 @@ def build_space(
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
     pruned: dict[object, list[Strategy]] = {}
+    groups: Groups = {}
     cast_weights = graph.cast_weights
     pins = dict(pins or {})
     used: set[str] = set()
@@ -216,7 +217,7 @@ def build_space(
             offered = idle(offered, prices.dims)
         same = sign_of(item, prices.dims), tuple(map(id, offered))
         if same not in pruned:  # equal operators share what they offer
-            pruned[same] = undominated(item, offered, prices)
+            pruned[same] = undominated(item, offered, prices, groups)
         offered = pruned[same]
         if pin is not None:
             offered = pinned(item, offered, pin)
@@ -308,35 +309,51 @@ def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
     ]
 
 
-def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
+Groups = dict[object, list[list[Strategy]]]  # of strategies with equal placements, for all operators
+
+
+def undominated(
+    operation: Operator, offered: Sequence[Strategy], prices: Prices, groups: Groups | None = None
+) -> list[Strategy]:
     """The cheapest of strategies with equal placements, the only ones that are priced here; partial sums of
-    integers are not offered."""
+    integers are not offered. Operators of the same strategies share `groups`."""
+    groups = {} if groups is None else groups
     specs, training = prices.graph.specs, prices.training
-    equal: dict[object, list[Strategy]] = {}
-
-    def layouts(
-        strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
-    ) -> object:
-        return tuple(
-            canonical(
-                tuple(of(option)[index] for option in strategy),
-                differentiable=training and specs[name].requires_grad,
-            )
-            for index, name in enumerate(names)
-            if name
-        )
-
-    for strategy in offered:
-        key = (
-            layouts(strategy, lambda option: option.operands, operation.operands),
-            layouts(strategy, lambda option: option.results, operation.results),
-        )
-        equal.setdefault(key, []).append(strategy)
+    operands = tuple(training and specs[name].requires_grad for name in operation.operands)
+    results = tuple(training and specs[name].requires_grad if name else None for name in operation.results)
 
     def seconds(strategy: Strategy) -> float:
         return prices.operator(operation, strategy).seconds
 
-    return [first if not others else min((first, *others), key=seconds) for first, *others in equal.values()]
+    key = operands, results, *map(id, offered)
+    if key not in groups:
+        groups[key] = _alike(offered, operands, results)
+    return [first if not others else min((first, *others), key=seconds) for first, *others in groups[key]]
+
+
+def _alike(
+    offered: Sequence[Strategy], operands: Sequence[bool], results: Sequence[bool | None]
+) -> list[list[Strategy]]:
+    """Strategies in groups of equal placements, by whether each operand and result requires a gradient; None
+    where a result is no tensor."""
+    equal: dict[object, list[Strategy]] = {}
+
+    def layouts(
+        strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], kinds: Sequence[bool | None]
+    ) -> object:
+        return tuple(
+            canonical(tuple(of(option)[index] for option in strategy), differentiable=kind)
+            for index, kind in enumerate(kinds)
+            if kind is not None
+        )
+
+    for strategy in offered:
+        key = (
+            layouts(strategy, lambda option: option.operands, operands),
+            layouts(strategy, lambda option: option.results, results),
+        )
+        equal.setdefault(key, []).append(strategy)
+    return list(equal.values())
 
 
 def forced(
@@ -349,14 +366,23 @@ def forced(
     def count(strategy: Strategy) -> int:
         return sum(option.shards for option in strategy)
 
+    options = options_of(operation, kinds.dims)
+    kind_of = [kinds.of(operation, option) for option in options]
+    fitting = {
+        kind: {
+            id(option)
+            for option, own in zip(options, kind_of, strict=True)
+            if not option.shards or kind.has(own)
+        }
+        for kind in set(wanted)
+    }
+    allowed = [fitting[kind] for kind in wanted]
+
     def pure(strategies: Iterable[Strategy]) -> list[Strategy]:
         return [
             strategy
             for strategy in strategies
-            if all(
-                not option.shards or kind.has(kinds.of(operation, option))
-                for option, kind in zip(strategy, wanted, strict=True)
-            )
+            if all(id(option) in own for option, own in zip(strategy, allowed, strict=True))
         ]
 
     found = pure(offered)

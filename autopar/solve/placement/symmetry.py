@@ -25,7 +25,9 @@ from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
+from autopar.solve.placement.choice_tables import WideError
 from autopar.solve.placement.chosen import SUPPORT
+from autopar.solve.placement.elimination import eliminated
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
@@ -36,6 +38,8 @@ from autopar.solve.placement.written_programs import WrittenPrograms
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
 FEW = 16  # strategies of an operator, of which most have a name of their own
+LONG = 100  # operators from which on choices are eliminated, if that can be and none are equal
+MANY = 300  # unlike ones, from which on also if some are equal
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -74,6 +78,10 @@ def choose_named(
     solved after all.
     """
     alike, programs = axes_alike(prices), programs or WrittenPrograms()
+    if cap is None and memory_price == FREE and (apart := unlike(graph, space, folding)):
+        with contextlib.suppress(WideError):
+            tables = programs.tables(graph, prices, *apart)
+            return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
     ask = partial(
         choose,
         graph,
@@ -129,6 +137,18 @@ def choose_named(
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status
     return replace(found, bound=bound, status=status)
+
+
+def unlike(graph: Graph, space: Space, folding: Folding) -> tuple[Space, Folding] | None:
+    """What there is to choose in a graph of many operators of which few are equal, each by itself; None for
+    others."""
+    classes, count = len(space.strategies), len(graph.operators)
+    if folding.count == 1:
+        return (space, folding) if count >= LONG else None
+    if classes < MANY or 2 * classes < count:
+        return None
+    strategies = {item.name: space.strategies[folding.class_of[item.name]] for item in graph.operators}
+    return replace(space, strategies=strategies), Folding({name: name for name in strategies}, {}, 1)
 
 
 def forget(space: Space, alike: Alike) -> Space:

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
+from autopar.solve.placement.choice_tables import ChoiceTables, WideError
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE
 from autopar.solve.placement.problem import Problem
@@ -27,6 +28,21 @@ class WrittenPrograms:
 
     def __init__(self) -> None:
         self.known: dict[object, Problem] = {}
+        self.known_tables: tuple[object, ChoiceTables | None] | None = None
+
+    def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
+        """Tables, made once for all multipliers as programs are; raises WideError where there are none."""
+        key = _content(space)
+        if self.known_tables is not None and self.known_tables[0] == key and not prices.early:
+            known = self.known_tables[1]
+            if known is None:
+                raise WideError
+            tables = known.under(prices)
+        else:
+            self.known_tables = key, None
+            tables = ChoiceTables(graph, prices, space, folding)
+        self.known_tables = key, tables
+        return tables
 
     def problem(self, graph: Graph, prices: Prices, space: Space, folding: Folding, **how: Any) -> Problem:
         """The program that `Problem` writes, from one that differs by its costs alone if there is one."""

@@ -217,7 +217,7 @@ class Refinement:
             step.solution,
             priced=priced,
             seconds=priced.plain.seconds,
-            peak=priced.peak,
+            held=priced,
         )
         exact = replace(exact, places=len(places) - 1)
         return self.with_cut(replace(step, solution=solution, free=exact.seconds), exact, schedule)

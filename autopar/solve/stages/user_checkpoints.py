@@ -22,7 +22,7 @@ def respect(step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None) -
     if not graph.checkpoints or own.program.recompute or own.program.offload:
         return step
     priced = own.priced.remedied(recompute=graph.checkpoints)
-    solution = replace(own, priced=priced, peak=priced.peak)
+    solution = replace(own, priced=priced, held=priced)
     if step.cut is None or step.schedule is None:
         return unstaged(solution, micro_batches)
     try:

@@ -17,8 +17,8 @@ FOUR = Group(32, 4, Link(0.0, 450e9), Link(0.0, 50e9))
 
 def test_an_all_reduce_of_a_few_bytes_within_a_node_takes_what_nccl_says() -> None:
     """15 us with the low-latency protocol, 56 us with the simple one."""
-    assert ring(AR, 0, NODE, LL) == pytest.approx((6.6 + 14 * 0.6) * 1e-6)
-    assert ring(AR, 0, NODE, SIMPLE) == pytest.approx((8.4 + 14 * 3.4) * 1e-6)
+    assert ring(AR, NODE, LL).at(0) == pytest.approx((6.6 + 14 * 0.6) * 1e-6)
+    assert ring(AR, NODE, SIMPLE).at(0) == pytest.approx((8.4 + 14 * 3.4) * 1e-6)
     assert seconds(AR, 8, NODE) == pytest.approx(15e-6, rel=0.01)
 
 
@@ -37,9 +37,9 @@ def test_ranks_of_a_group_on_one_node_send_through_all_their_cards() -> None:
 
 def test_a_ring_between_nodes_crosses_as_many_networks_as_there_are_nodes() -> None:
     hops = 3 * 2.7 + 28 * 0.6
-    assert ring(AG, 0, FOUR, LL) == pytest.approx((6.6 + hops) * 1e-6)
-    assert ring(AG, 0, FOUR, SIMPLE) == pytest.approx(1.4 * (8.4 + 3 * 14 + 28 * 3.4) * 1e-6)
-    assert tree(0, FOUR, LL) == pytest.approx((6.8 + 2 * (7 * 0.6 + 2 * 5.0)) * 1e-6)
+    assert ring(AG, FOUR, LL).at(0) == pytest.approx((6.6 + hops) * 1e-6)
+    assert ring(AG, FOUR, SIMPLE).at(0) == pytest.approx(1.4 * (8.4 + 3 * 14 + 28 * 3.4) * 1e-6)
+    assert tree(FOUR, LL).at(0) == pytest.approx((6.8 + 2 * (7 * 0.6 + 2 * 5.0)) * 1e-6)
 
 
 def test_a_link_that_is_known_to_be_slower_counts() -> None:
@@ -49,8 +49,8 @@ def test_a_link_that_is_known_to_be_slower_counts() -> None:
 
 def test_trees_are_chosen_where_rings_have_too_many_hops() -> None:
     many = Group(512, 64, Link(0.0, 450e9), Link(0.0, 50e9))
-    assert seconds(AR, 1 << 10, many) == tree(1 << 10, many, LL)
-    assert seconds(AR, 1 << 40, many) == ring(AR, 1 << 40, many, SIMPLE)
+    assert seconds(AR, 1 << 10, many) == tree(many, LL).at(1 << 10)
+    assert seconds(AR, 1 << 40, many) == ring(AR, many, SIMPLE).at(1 << 40)
 
 
 def test_messages_have_no_form_and_one_rank_pays_nothing() -> None:

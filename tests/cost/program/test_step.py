@@ -65,7 +65,7 @@ def of_operators(graph: Graph, prices: Prices, program: Program) -> tuple[float,
 
 def planned(graph: Graph, prices: Prices, program: Program) -> Plan:
     priced = PricedProgram(prices, program)
-    solution = Solution(priced, 1.0, 1.0, "forced", priced.peak)
+    solution = Solution(priced, 1.0, 1.0, "forced", priced)
     step = unstaged(solution, 1)
     return report(step, prices.cluster, [], None, Request())
 

@@ -13,7 +13,6 @@ import pytest
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.program import Program
-from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
 from autopar.solve.highs import solve
@@ -37,7 +36,7 @@ def test_a_gap_is_the_share_of_a_plans_seconds_that_no_plan_may_save(
 ) -> None:
     prices = random_prices(chain(), Mesh((2,)), Random(0))
     priced = PricedProgram(prices, Program(Mesh((2,)), {}, {}, {}, {}))
-    assert Solution(priced, seconds, bound, "optimal", Peak(0, 0, 0, {})).gap == gap
+    assert Solution(priced, seconds, bound, "optimal", priced).gap == gap
 
 
 def test_a_plan_of_unequal_blocks_that_may_be_faster_keeps_the_search_from_giving_up() -> None:

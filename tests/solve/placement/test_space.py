@@ -11,10 +11,11 @@ from autopar.core.graph import Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.strategy import GATHERED, UNSUMMED, Strategy
 from autopar.cost.operators.prices import Price, Prices
-from autopar.sharding.strategies import strategies_of
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms, options_of, strategies_of
 from autopar.solve.placement.space import undominated
 from tests.proof.models import Script
-from tests.solve.brute_force import random_prices
+from tests.solve.brute_force import chain, random_prices
 
 aten = torch.ops.aten
 
@@ -48,3 +49,16 @@ def test_of_strategies_with_equal_placements_the_cheapest_stays_and_others_are_n
     assert [option.factor for (option,) in left if option.factor in candidates] == [
         min(candidates, key=candidates.__getitem__)
     ]
+
+
+def test_operators_of_other_sizes_share_their_strategies() -> None:
+    graph = chain()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 2)))
+    first, *others = [item for item in graph.operators if item.target is aten.linear.default]
+    assert others
+    for other in others:
+        assert graph.specs[other.operands[1]] != graph.specs[first.operands[1]]
+        assert options_of(other, dims) is options_of(first, dims)
+        assert strategies_of(other, dims) is strategies_of(first, dims)
+        own = set(map(id, options_of(other, dims)))
+        assert all(id(option) in own for strategy in strategies_of(other, dims) for option in strategy)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
@@ -17,11 +18,14 @@ from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement import symmetry
+from autopar.solve.placement.fold import fold
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named, forget
+from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named, forget, unlike
+from tests.proof.models import Script
 from tests.solve.brute_force import DEVICE, branches, chain, unfolded
 
+aten = torch.ops.aten
 ONE_NODE = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
 GPU = replace(DEVICE, kind="cuda")  # whose copies beside a collective cost nothing
 TWO_NODES = ClusterSpec(nodes=2, devices_per_node=4, intra=Link(1e-6, 1e8), inter=Link(1e-5, 1e7))
@@ -57,3 +61,37 @@ def test_few_strategies_keep_their_names_where_no_bound_is_asked_for(monkeypatch
         found = ask(bounded=bounded)
         assert len(calls) == bounded
         assert found.seconds == pytest.approx(choose(graph, prices, few, folding, gap=1e-9).seconds)
+
+
+def partly_equal() -> Graph:
+    """Three equal blocks before layers of other widths."""
+    s = Script()
+    x = s.linear(s.user(4, 6), 8)
+    for _ in range(3):
+        x = s.linear(s.call(aten.gelu.default, Ref(s.linear(x, 16))), 8)
+    for width in (10, 12, 20):
+        x = s.linear(x, width)
+    return s.graph(s.call(aten.sum.default, Ref(x)))
+
+
+def test_where_many_are_unlike_those_that_are_equal_are_chosen_by_themselves_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So there is nothing between the plan and its bound, and it is no slower."""
+    graph = partly_equal()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 4)))
+    prices = Prices(graph, dims, ONE_NODE, CostModel(GPU, {}, CollectiveTable({})))
+    folding = fold(graph, dims)
+    space = build_space(graph, prices, folding)
+    assert folding.count > 1 and unlike(graph, space, folding) is None
+    ask = partial(choose_named, graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
+    folded = ask(bounded=True)
+    monkeypatch.setattr(symmetry, "MANY", len(space.strategies) + 1)
+    assert unlike(graph, space, folding) is None
+    monkeypatch.setattr(symmetry, "MANY", len(space.strategies))
+    apart = unlike(graph, space, folding)
+    assert apart is not None
+    assert apart[0].strategies.keys() == {item.name for item in graph.operators}
+    found = ask(bounded=True)
+    assert folded.bound * (1 - 1e-6) <= found.bound == pytest.approx(found.seconds)
+    assert found.seconds <= folded.seconds * (1 + 1e-9)

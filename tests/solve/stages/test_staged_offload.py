@@ -48,7 +48,7 @@ def made(graph: Graph, share: float, *, host_memory: int | None = None) -> tuple
         True,
     )
     priced = PricedProgram(prices, program)
-    return prices, Solution(priced, priced.seconds, priced.seconds, "optimal", priced.peak)
+    return prices, Solution(priced, priced.seconds, priced.seconds, "optimal", priced)
 
 
 def schedule_of(kind: ScheduleKind) -> Schedule:
