@@ -314,3 +314,22 @@ def test_of_edges_that_are_seen_what_is_in_the_way_then_is_told() -> None:
     ) as refusal:
         trace(Kinds(), (x, edges(), torch.arange(70) % 5), {"keeps": True})
     assert "static" not in str(refusal.value)
+
+
+class Picking(nn.Module):
+    """Picks rows by numbers that the model holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.tensor([2, 0])
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, self.rows]).sum()
+
+
+def test_rows_without_memory_are_no_structure() -> None:
+    model, x = Picking(), torch.randn(4, 3, 3)
+    assert trace(model, (x,)).graph.operators
+    model.rows = model.rows.to("meta")
+    assert trace(model.to("meta"), (x.to("meta"),)).graph.operators
