@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
@@ -64,7 +63,7 @@ def decide_all(
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
-    graph_of = lru_cache(maxsize=None)(graph_of)
+    graph_of = _once(graph_of)
     budget = budget or Budget(request.measure_seconds)
     deadline = after(request.time_limit) if deadline is None else deadline
     counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
@@ -75,21 +74,27 @@ def decide_all(
     found: list[Decision] = []
     failures: list[AutoparError] = []
     apart = Apart(measured=request.measure and screen.model.here)
-    few = _few(choices, apart, screen.cap)
-    simplest = min((each for each in few if each.nbytes <= screen.cap), key=complexity, default=None)
-    for choice in few:
+    looked_at: list[Choice] = []
+    while choice := _next(choices, looked_at, apart, screen.cap):
+        looked_at.append(choice)
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
-        is_fewest = choice is simplest and all(each.request.pipeline_ranks > choice.ranks for each in found)
+        is_fewest = choice is _simplest(_few(choices, apart, screen.cap), screen.cap)
+        is_fewest = is_fewest and all(each.request.pipeline_ranks > choice.ranks for each in found)
         if not is_fewest and choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
         if found and is_over(deadline):
             break
+        is_plain = choice.ranks == choice.micro_batches == 1
+        try:
+            graph = at_once if at_once and is_plain else graph_of(choice.micro_batches)
+        except (InputError, TraceError) as error:
+            failures.append(error)
+            choices = [each for each in choices if each.micro_batches != choice.micro_batches]
+            continue
         asked = replace(request, pipeline_ranks=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
         try:
-            is_plain = choice.ranks == choice.micro_batches == 1
-            graph = at_once if at_once and is_plain else graph_of(choice.micro_batches)
             found.append(
                 decide(
                     graph,
@@ -106,13 +111,41 @@ def decide_all(
         except (InfeasibleError, InputError, SolverError, TraceError) as error:
             failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:
-        raise _least(failures, len(few))
+        raise _least(failures, len(looked_at))
     best = apart.simplest(found)
     told = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     others = [each for each in found if each.step.seconds < best.step.seconds]
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
     return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
+
+
+def _once(graph_of: GraphOf) -> GraphOf:
+    """Calls it once for each count, whose error is repeated as well."""
+    known: dict[int, Graph | InputError | TraceError] = {}
+
+    def graph(count: int) -> Graph:
+        if count not in known:
+            try:
+                known[count] = graph_of(count)
+            except (InputError, TraceError) as error:
+                known[count] = error
+        found = known[count]
+        if isinstance(found, Graph):
+            return found
+        raise found
+
+    return graph
+
+
+def _next(choices: Sequence[Choice], known: Sequence[Choice], apart: Apart, cap: float) -> Choice | None:
+    """The next choice to look at beside those that are `known`, if any is left."""
+    few = _few(choices, apart, cap) if choices else []
+    return next((each for each in few if each not in known), None)
+
+
+def _simplest(few: Sequence[Choice], cap: float) -> Choice | None:
+    return min((each for each in few if each.nbytes <= cap), key=complexity, default=None)
 
 
 def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:

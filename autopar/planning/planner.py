@@ -68,10 +68,12 @@ class Planner:
         """
         with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
             if auto:
-                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
-            else:
-                found = self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
-        self.check_lengths(model, args, kwargs, found)
+                return self.find_pipeline(model, args, kwargs, auto, co_runners)
+            if self.request.micro_batches == 1:
+                return self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
+            parts = self.parts(model, args, kwargs)
+            found = self.find(parts.traced(self.request.micro_batches).graph, self.request, co_runners)
+        check_lengths(parts, found)
         return found
 
     @uncollected()
@@ -178,6 +180,7 @@ class Planner:
             plan = self.find_again(whole, decision, plain, co_runners, budget, otherwise=otherwise)
         else:
             plan = finish(decision).plan
+        check_lengths(parts, plan)
         return _noted(plan, note)
 
     def find_again(
@@ -234,17 +237,6 @@ class Planner:
         """Whether what is known to do takes far more than the cap even without outputs beside the loss."""
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
         return cap is not None and FAR * (cap + _bytes_beside_the_loss(whole)) < error.would_do < math.inf
-
-    def check_lengths(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
-    ) -> None:
-        """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
-        count = plan.pipeline.micro_batches
-        if plan.pipeline.is_staged and count > 1:
-            parts = self.parts(model, args, kwargs)
-            if parts.size % count:
-                shorter = parts.traced(count, -1)
-                check_plan(plan.program, parts.traced(count).graph, shorter.graph)
 
     def agree_on_pipeline(
         self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
@@ -331,6 +323,13 @@ class Planner:
         """The micro-batches of a call, whose graph is `whole` if it is known."""
         call = partial(self.trace_whole, model)
         return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
+
+
+def check_lengths(parts: Parts, plan: Plan) -> None:
+    """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
+    count = plan.pipeline.micro_batches
+    if plan.pipeline.is_staged and parts.size % count:
+        check_plan(plan.program, parts.traced(count).graph, parts.traced(count, -1).graph)
 
 
 def _more_micro_batches(graph: Graph, request: Request) -> str:

@@ -255,6 +255,8 @@ class SampleFlow:
         if not any(marks):
             is_rows = bool(given) and given[0].role is Role.ROWS and given[0].scale is None
             sorting = known.sorting(item) if is_rows and self._is_outermost(item.operands[0]) else None
+            if sorting is None and is_rows and (counts := known.counted(item)):
+                sorting = (counts,)
             return None if sorting is None else [self._in_order(item, mark) for mark in sorting]
         others = {value.role for value in given if not value.sorted}
         fetched = known.fetched(item, marks)

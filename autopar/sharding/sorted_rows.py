@@ -3,12 +3,13 @@
     keys      6 rows choose experts       1 0 1 | 0 0 1      two samples of three rows
     order     keys.sort()                 1 3 4 0 2 5        which row is where
     rows      x[order]                    each is one of its own sample, by whose key it lies in a group
-    ends      keys.histc().cumsum(0)      3 6                where groups end
+    ends      keys.histc().cumsum(0)      3 6                where groups end, of keys sorted or not
     products  grouped_mm(rows, w, ends)   each row by the matrix of its own key
     back      rows[places], or zeros.index_put([order], rows), index_add
 
 What a row becomes depends on its own sample alone as long as every operator takes row by row what lies in
-this order, or asks for its key. Parts of the batch sort their own rows, and each becomes the same.
+this order, or asks for its key. Parts of the batch sort their own rows, and each becomes the same. Equal
+sorts of one tensor are one sort; where groups end is the same however their keys are sorted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _PASSED_ON = {  # keys stay keys
     *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.to.dtype, aten.clone.default),
     *(aten._to_copy.default, aten.contiguous.default, aten.detach.default),
 }
+_WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)  # in which no number of a key is another
 EMPTY = {aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default}
 
 
@@ -50,8 +52,8 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """What a tensor has to do with the rows that the operator `by` sorted. `per` numbers of the order are one
-    row's: 2 where each row has two keys."""
+    """What a tensor has to do with the rows that the operator `by`, or an equal one, sorted. `per` numbers of
+    the order are one row's: 2 where each row has two keys."""
 
     order: Order
     by: str
@@ -70,8 +72,16 @@ class SortedRows:
             return None
         if Instance(item, self.graph.specs)["descending"]:
             return None
-        numbers = Sorted(Order.NUMBERS, item.name)
-        return (Sorted(Order.KEYS, item.name), numbers) if _SORTS[item.target] else (numbers,)
+        by = self._firsts[self._way(item)]
+        numbers = Sorted(Order.NUMBERS, by)
+        return (Sorted(Order.KEYS, by), numbers) if _SORTS[item.target] else (numbers,)
+
+    def counted(self, item: Operator) -> Sorted | None:
+        """What a count of keys as they lie is, which are sorted somewhere: that of these, sorted."""
+        if item.target is not aten.histc.default:
+            return None
+        sort = self._sorts_of.get(self._keys(item.operands[0]))
+        return Sorted(Order.COUNTS, sort) if sort and self._counts_all(item, sort) else None
 
     def numbers(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
         """What becomes of orders, keys, and counts by operators that only number or count rows."""
@@ -91,9 +101,7 @@ class SortedRows:
                 return Sorted(Order.COUNTS, first.by)
             case Order.COUNTS if item.target is aten.cumsum.default and item.args[1] in (0, -1):
                 return Sorted(Order.ENDS, first.by)
-        result = item.results[0]
-        exact = result is not None and self.graph.specs[result].dtype not in (torch.float16, torch.bfloat16)
-        return first if item.target in _PASSED_ON and first.order is not Order.ROWS and exact else None
+        return first if self._passes_on(item) and first.order is not Order.ROWS else None
 
     def fetched(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
         """The sort of whose rows an operator fetches all, each as often as it was sorted: `x[order]`."""
@@ -119,7 +127,10 @@ class SortedRows:
         """Sorted rows, each times the matrix of its key."""
         if facts_of(item.target).group_ends != 2 or len(given) != 3 or given[1] is not None:
             return None
-        return given[0] if _are(given[0], Order.ROWS) and _are(given[2], Order.ENDS, given[0]) else None
+        rows, ends = given[0], given[2]
+        if rows is None or ends is None or (rows.order, ends.order) != (Order.ROWS, Order.ENDS):
+            return None
+        return rows if self._sorted_keys(rows.by) == self._sorted_keys(ends.by) else None
 
     def _numbers_all(self, item: Operator, numbers: Sorted) -> bool:
         """Whether numbers are those of all rows of the first operand."""
@@ -155,15 +166,51 @@ class SortedRows:
 
     def _number_of_keys(self, sort: str) -> int | None:
         """Among how many things the keys chose that were sorted, if they are choices."""
-        item = next(item for item in self.graph.operators if item.name == sort)
-        name = item.operands[0]
-        while name in self.makers and self.makers[name].target in _PASSED_ON:
-            name = self.makers[name].operands[0]
-        item = self.makers.get(name, item)
-        if item.target not in _CHOICES or item.results[_CHOICES[item.target][0]] != name:
+        name = self._sorted_keys(sort)
+        item = self.makers.get(name)
+        if item is None or item.target not in _CHOICES or item.results[_CHOICES[item.target][0]] != name:
             return None
         dim = Instance(item, self.graph.specs)["dim"]
         return None if dim is None else self.shape(item.operands[0])[int(dim)]
+
+    def _way(self, item: Operator) -> object:
+        """Equal for sorts that give the same order: whether equal keys stay in theirs is up to it."""
+        given, spec = Instance(item, self.graph.specs).arguments, self.graph.specs[item.operands[0]]
+        how = given.get("dim"), bool(given["descending"]), bool(given.get("stable"))
+        return self._keys(item.operands[0]), spec.shape, spec.dtype, how
+
+    def _sorted_keys(self, sort: str) -> str:
+        return self._keys(self._operators[sort].operands[0])
+
+    def _keys(self, name: str) -> str:
+        """The tensor whose keys, in the order of its elements, these are."""
+        while name in self.makers and self._passes_on(self.makers[name]):
+            name = self.makers[name].operands[0]
+        return name
+
+    def _passes_on(self, item: Operator) -> bool:
+        """Whether an operator gives the keys that it takes: others are none that are rounded or cut off."""
+        result = item.results[0]
+        return item.target in _PASSED_ON and result is not None and self.graph.specs[result].dtype in _WIDE
+
+    @cached_property
+    def _firsts(self) -> dict[object, str]:
+        """The first of the sorts that give the same order."""
+        found: dict[object, str] = {}
+        for item in self.graph.operators:
+            if item.target in _SORTS and item.operands:
+                found.setdefault(self._way(item), item.name)
+        return found
+
+    @cached_property
+    def _sorts_of(self) -> dict[str, str]:
+        """A sort of the keys that a tensor holds, by that tensor."""
+        sorts = [item for item in self.graph.operators if item.operands and self.sorting(item)]
+        return {self._keys(item.operands[0]): item.name for item in reversed(sorts)}
+
+    @cached_property
+    def _operators(self) -> dict[str, Operator]:
+        return {item.name: item for item in self.graph.operators}
 
     @cached_property
     def makers(self) -> dict[str, Operator]:

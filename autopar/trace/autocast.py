@@ -239,6 +239,11 @@ def _set(states: Mapping[str, torch.dtype | None]) -> None:
             torch.set_autocast_dtype(device, dtype)
 
 
+def traced_as(device: str) -> str:
+    """The kind of device on whose behalf tensors of a kind are traced: that of CPUs for the meta device."""
+    return device if device in KERNELS else "cpu"
+
+
 @contextmanager
 def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     """Within, Python that asks for autocast finds this state, whatever the device that is traced on.

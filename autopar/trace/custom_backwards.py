@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
 from autopar.trace import custom_calls, custom_operator, stand_ins
-from autopar.trace.autocast import Autocast, autocast_set
+from autopar.trace.autocast import Autocast, autocast_set, traced_as
 from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
 from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
 from autopar.trace.numbers import marked, require_none, watched
@@ -204,7 +204,7 @@ class _Tracer:
         """What is done with a call on such operands."""
         specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in operands)
         numbers = watched(numbers)
-        autocast = Autocast.now(operands[0].device.type if operands else "cpu")
+        autocast = Autocast.now(traced_as(operands[0].device.type) if operands else "cpu")
         key = call.identity, specs, tuple(map(float.__float__, numbers)), autocast
         if key not in self.known:
             self.busy = True

@@ -23,7 +23,7 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
-from autopar.trace.autocast import KERNELS, OFF, Autocast, autocast_set, tracing_under
+from autopar.trace.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
 from autopar.trace.call_signature import (
     LOSS_ALONE,
     Arguments,
@@ -280,8 +280,7 @@ def _trace(
     traced = tuple(
         beside(item, devices) for place, item in enumerate(arguments.tensors) if place not in structure.users
     )
-    kind = devices[0].type
-    device = kind if kind in KERNELS else "cpu"  # on whose behalf meta tensors are traced
+    device = traced_as(devices[0].type)
     try:
         with (
             inlined(),

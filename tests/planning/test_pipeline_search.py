@@ -578,3 +578,21 @@ def test_half_as_many_micro_batches_that_can_not_be_traced_leave_the_others(
     screen.cap = max(each.saved_bytes for each in alone) / 3  # one of four fits
     found = screen.screened_in_parts(alone)
     assert {each.count for each in found} == {4} and screen.fewest == 4
+
+
+def test_a_count_that_cannot_be_traced_is_tried_once_and_another_choice_steps_in() -> None:
+    first = decide_all(graph_of, BATCH, CLUSTER, OPEN).request.micro_batches
+    tried: list[int] = []
+
+    def untraceable(count: int) -> Graph:
+        tried.append(count)
+        if count == first:
+            raise TraceError(where="micro-batches", found=f"{count}", wanted="parts of the batch", remedy="-")
+        return graph_of(count)
+
+    found = decide_all(untraceable, BATCH, CLUSTER, OPEN)
+    assert found.request.micro_batches != first
+    assert found.request.pipeline_ranks > 1
+    assert tried.count(first) == 1
+    with pytest.raises(TraceError, match=f"found {first}"):
+        decide_all(untraceable, BATCH, CLUSTER, OPEN, micro_batches=first)

@@ -68,13 +68,39 @@ def sorted_back(model: Mixture, x: Tensor) -> Tensor:
     return made[order.argsort()].sin().mean() + torch.zeros_like(twice).index_put((order,), made).cos().mean()
 
 
+def sorted_twice(model: Mixture, x: Tensor) -> Tensor:
+    """Numbers and keys by sorts of their own, and numbers again where rows go back."""
+    keys = model.chosen(x)[1]
+    order, again = keys.argsort(), keys.sort()
+    made = model.products(x[order // CHOSEN], again[0]) + model.bias[again[0]]
+    return torch.zeros_like(made).index_put((again[1],), made).sin().mean()
+
+
+def counted_as_they_lie(model: Mixture, x: Tensor) -> Tensor:
+    """However ties are sorted, groups end where they end."""
+    keys = model.chosen(x)[1]
+    order = keys.argsort(stable=True)
+    return model.products(x[order // CHOSEN], keys)[places_of(order)].square().mean()
+
+
+def counted_before_they_are_one_row(model: Mixture, x: Tensor) -> Tensor:
+    keys = model.gate(x).topk(CHOSEN)[1]
+    ends = torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    order = keys.flatten().argsort()
+    made = torch._grouped_mm(x[order // CHOSEN].bfloat16(), model.experts.bfloat16(), ends).float()
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, made).square().mean()
+
+
+TWICE = [sorted_twice, counted_as_they_lie, counted_before_they_are_one_row]
+
+
 def obstacle(then: Callable[[Mixture, Tensor], Tensor]) -> str | None:
     inputs = (torch.randn(SAMPLES, ROWS, WIDTH),)
     graph = only_loss(trace(Mixture(then), inputs).graph)
     return find_batch(graph, Dims(graph, find_atoms(graph), Mesh((1,))))[1]
 
 
-@pytest.mark.parametrize("then", [mixed, added, sorted_back])
+@pytest.mark.parametrize("then", [mixed, added, sorted_back, *TWICE])
 def test_rows_that_are_sorted_to_experts_go_apart(then: Callable[[Mixture, Tensor], Tensor]) -> None:
     assert obstacle(then) is None
 
@@ -121,19 +147,50 @@ def crowded(model: Mixture, x: Tensor) -> Tensor:
     return (made * counts.mean())[places_of(order)].mean()
 
 
-@pytest.mark.parametrize("then", [too_few, falling, of_others, in_place, scanned, from_elsewhere, crowded])
+def ties_otherwise(model: Mixture, x: Tensor) -> Tensor:
+    """Equal keys lie in their order by one sort, in any by the other."""
+    keys = model.chosen(x)[1]
+    order = keys.argsort(stable=True)
+    return model.products(x[order // CHOSEN], keys)[places_of(keys.argsort())].mean()
+
+
+def counted_elsewhere(model: Mixture, x: Tensor) -> Tensor:
+    order = model.chosen(x)[1].argsort()
+    return model.products(x[order // CHOSEN], model.chosen(x.sin())[1])[places_of(order)].mean()
+
+
+def by_bits_of_keys(model: Mixture, x: Tensor) -> Tensor:
+    """Two groups in the order, and ends of four."""
+    keys = model.chosen(x)[1]
+    order = keys.bool().argsort()
+    return model.products(x[order // CHOSEN], keys)[places_of(order)].mean()
+
+
+def crowded_as_they_lie(model: Mixture, x: Tensor) -> Tensor:
+    keys = model.chosen(x)[1]
+    order, counts = keys.argsort(), torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1)
+    return (model.products(x[order // CHOSEN], keys) * counts.mean())[places_of(order)].mean()
+
+
+MEETING = [
+    *(too_few, falling, of_others, in_place, scanned, from_elsewhere, crowded),
+    *(ties_otherwise, counted_elsewhere, by_bits_of_keys, crowded_as_they_lie),
+]
+
+
+@pytest.mark.parametrize("then", MEETING)
 def test_rows_that_meet_others_where_they_are_sorted_are_told(
     then: Callable[[Mixture, Tensor], Tensor],
 ) -> None:
     assert "takes samples together" in (obstacle(then) or "")
 
 
-@pytest.mark.parametrize("then", [mixed, added])
+@pytest.mark.parametrize("then", [mixed, added, *TWICE])
 def test_parts_of_a_batch_compute_what_the_batch_does(then: Callable[[Mixture, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Mixture(then), torch.randn(SAMPLES, ROWS, WIDTH)
     parts = parts_of(lambda args, kwargs: trace(model, args, kwargs), (x,), {})
     assert parts.traced(2).cutting is not None and parts.is_exact
     losses = torch.stack([model(part) for part in x.chunk(3)])
-    whole = losses.mean() if then is mixed else losses.sum()
+    whole = losses.sum() if then is added else losses.mean()
     assert torch.allclose(model(x), whole, rtol=1e-5)

@@ -17,6 +17,7 @@ from autopar.errors import SolverError
 from autopar.solve import highs
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram, SolverAnswer
+from autopar.solve.placement.chosen import of_chosen
 
 ROOT = Path(__file__).parents[2]
 COUNT = 25  # more than have one digit
@@ -235,3 +236,26 @@ def test_a_program_with_other_rows_is_not_solved_from_there() -> None:
     program.at_least([(1.0, COUNT - 1)], 2.0)
     assert solve(program, relaxed=True).values[COUNT - 1] == pytest.approx(2.0)  # type: ignore[index]
     assert program.for_ties(1.0).solved is not program.solved
+
+
+def test_branching_never_searches_within_its_search() -> None:
+    """Those searches take longer than all else, and no limit of work ends them."""
+    looks = highs.Looks(math.inf)
+    for options in highs.WAYS:
+        model = highs._integer(knapsack(5), gap=0.0, seconds=60.0, looks=looks, options=options)
+        for within in ("rens", "rins", "root_reduced_cost"):
+            status, value = model.getOptionValue(f"mip_heuristic_run_{within}")
+            assert (status, value) == (highspy.HighsStatus.kOk, False)
+
+
+def test_answers_of_what_the_relaxation_chose_are_some_of_the_whole_programs() -> None:
+    program = knapsack(30)
+    program.at_most([(6.5 + n % 7, n) for n in range(0, 30, 2)], 50.3)
+    relaxed, whole = solve(program, relaxed=True), solve(program, gap=0.0)
+    few = of_chosen(program, relaxed)
+    assert relaxed.values is not None
+    assert 0 < few.uppers.count(0.0) == sum(value <= 1e-6 for value in relaxed.values)
+    assert solve(few, relaxed=True).cost == pytest.approx(relaxed.cost)
+    near = solve(few, gap=0.0)
+    assert relaxed.cost - 1e-9 <= whole.cost <= near.cost + 1e-9 < 0.0
+    assert program.uppers.count(0.0) == 0

@@ -66,6 +66,14 @@ def test_it_trains_as_eager_code_does(name: str, force: str | None) -> None:
     assert report.verdict.passed, report
 
 
+@pytest.mark.parametrize("name", ["flip", "normed", "hooked", "layer_norm"])
+def test_a_model_without_memory_is_traced_alike(name: str) -> None:
+    model, inputs = make(name)
+    wanted = [item.target for item in trace(model, inputs).graph.operators]
+    there = trace(model.to("meta"), tuple(item.to("meta") for item in inputs)).graph
+    assert [item.target for item in there.operators] == wanted
+
+
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("name", ["hooked", "clamped", pytest.param("noisy", marks=pytest.mark.long)])
 def test_so_it_does_on_real_processes(name: str) -> None:

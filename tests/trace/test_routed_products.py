@@ -33,8 +33,11 @@ def back_fetched(rows: Tensor, order: Tensor, x: Tensor, k: int) -> Tensor:
 class Experts(nn.Module):
     """Each of `k` experts of a row takes its share of it."""
 
-    def __init__(self, back: Callable[[Tensor, Tensor, Tensor, int], Tensor], k: int) -> None:
+    def __init__(
+        self, back: Callable[[Tensor, Tensor, Tensor, int], Tensor], k: int, *, sorts: int = 1
+    ) -> None:
         super().__init__()
+        self.sorts = sorts
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.first = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
         self.second = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
@@ -43,6 +46,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(self.k, -1)
         keys, order = chosen.reshape(-1).sort()
+        if self.sorts != 1:
+            order = chosen.reshape(-1).argsort()
+        if self.sorts == 0:  # of keys
+            keys = chosen
         ends = torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int32)
         rows = x[order // self.k]
         left, right = torch._grouped_mm(rows.bfloat16(), self.first.bfloat16(), ends).chunk(2, -1)
@@ -50,11 +57,12 @@ class Experts(nn.Module):
         return self.back(rows * weights.reshape(-1)[order].unsqueeze(1), order, x, self.k)
 
 
+@pytest.mark.parametrize("sorts", [1, 2, 0])
 @pytest.mark.parametrize(("back", "k"), [(back_added, 2), (back_put, 2), (back_fetched, 1)])
 def test_no_row_is_moved_where_nobody_sees_the_order(
-    back: Callable[[Tensor, Tensor, Tensor, int], Tensor], k: int
+    back: Callable[[Tensor, Tensor, Tensor, int], Tensor], k: int, sorts: int
 ) -> None:
-    model, x = Experts(back, k), torch.randn(6, WIDTH)
+    model, x = Experts(back, k, sorts=sorts), torch.randn(6, WIDTH)
     targets = {item.target for item in trace(model, (x,), {}).graph.operators}
     assert ROUTED_MM in targets
     assert not targets & {

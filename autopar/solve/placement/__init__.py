@@ -14,6 +14,7 @@ flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for
 fold              equal blocks, planned once
+chosen            what a relaxation chose, and no more: whole answers lie near it
 symmetry          axes that are interchangeable
 multipliers       of what hides: which to solve for next
 written_programs   one program under several multipliers, written once

@@ -24,6 +24,7 @@ from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
+from autopar.solve.placement.chosen import of_chosen
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.local_search import Candidate, search_locally
@@ -39,6 +40,7 @@ FEWEST_ROUNDS = 4  # of the deepest programs
 # Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
 BRANCHING = 12 * SECOND
 PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
+PRICED_GAP = 5e-3  # from the best where memory has a price, which is a guess itself
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 MOST_ROUNDS = 2 * MEMORY_ROUNDS + PRICE_STEPS  # what there is to be tried, in programs that aren't deep
@@ -321,7 +323,7 @@ class _PlacementSearch:
                 others = self.bound(free)
             check_cutoff(min(bound, others), cutoff)
         if answer.values is not None and not is_whole(problem, answer):
-            answer = self.branch(problem)
+            answer = self.branch(problem, relaxed)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
             raise self.infeasible(self.cap or 0)
@@ -356,9 +358,11 @@ class _PlacementSearch:
         except SolverError:
             return -math.inf
 
-    def branch(self, problem: Problem) -> SolverAnswer:
+    def branch(self, problem: Problem, relaxed: SolverAnswer) -> SolverAnswer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
+        if problem.memory_price != FREE and (near := self.near(problem, relaxed)):
+            return near
         if problem.cap is None and problem.memory_price == FREE:
             try:
                 return solve(problem.lp, gap=self.gap, time_limit=self.left(), work=self.work)
@@ -372,6 +376,19 @@ class _PlacementSearch:
             answer = UNSOLVED
         self.branching = max(0.0, self.branching - answer.work)
         return answer
+
+    def near(self, problem: Problem, relaxed: SolverAnswer) -> SolverAnswer | None:
+        """The best of what the relaxation has chosen in parts, if it comes close to it."""
+        work = min(self.branching, PRICED_BRANCHING, self.work)
+        try:
+            few = of_chosen(problem.lp, relaxed)
+            answer = solve(few, gap=self.gap, time_limit=self.left(), work=work)
+        except SolverError:
+            return None
+        self.branching = max(0.0, self.branching - answer.work)
+        if answer.values is None or answer.cost > relaxed.cost * (1 + max(self.gap, PRICED_GAP)):
+            return None
+        return replace(answer, bound=relaxed.bound, status="gap_limit")
 
     def check(self, problem: Problem, answer: SolverAnswer, priced: PricedProgram) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""

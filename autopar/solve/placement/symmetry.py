@@ -26,6 +26,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.choice_tables import WideError
+from autopar.solve.placement.chosen import SUPPORT
 from autopar.solve.placement.elimination import eliminated
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
@@ -34,7 +35,6 @@ from autopar.solve.placement.search import Solution, check_cutoff, choose
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.written_programs import WrittenPrograms
 
-SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
 FEW = 16  # strategies of an operator, of which most have a name of their own

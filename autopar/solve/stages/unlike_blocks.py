@@ -55,8 +55,8 @@ def turned(
         over = excess(priced)
         low, above = (middle, over) if over > 0 else (low, above)
         high, below = (high, below) if over > 0 else (middle, over)
-    fitting = [each for each in found if cap is None or each.peak.nbytes <= cap]
-    return min(fitting, key=lambda each: each.cost.of(count), default=None)
+    found.sort(key=lambda each: each.cost.of(count))
+    return next((each for each in found if cap is None or each.peak.nbytes <= cap), None)
 
 
 def seams(graph: Graph, folding: Folding) -> Sequence[int]:

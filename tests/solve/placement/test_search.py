@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 
+from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
 from autopar.solve.highs import solve
+from autopar.solve.linear_program import LinearProgram, SolverAnswer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
+from autopar.solve.placement.memory_price import MemoryPrice
 from autopar.solve.placement.search import CutoffError, Solution, choose
 from autopar.solve.placement.space import build_space
 from tests.solve.brute_force import blocks, chain, random_prices, scores, small_space, unfolded
@@ -86,3 +92,31 @@ def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: p
     assert many > few > fewest
     assert best and deep and deep.peak.nbytes <= cap and deep.bound == pytest.approx(best.bound)
     assert all(each is None or best.seconds <= each.seconds * (1 + CLOSE) for each in (deep, quick))
+
+
+@pytest.mark.parametrize(("made", "seed", "is_close"), [(scores, 3, False), (chain, 2, True)])
+def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_close(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Graph], seed: int, is_close: bool
+) -> None:
+    """Else the whole program is branched; either way the answer is that of about the least cost."""
+    graph = made()
+    prices = random_prices(graph, Mesh((2,)), Random(seed))
+    space = build_space(graph, prices, unfolded(graph))
+    free = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    price = (3.0 if is_close else 0.5) * free.seconds / free.peak.nbytes
+    sizes: list[int] = []
+
+    def noted(program: LinearProgram, **how: Any) -> SolverAnswer:
+        if not how.get("relaxed"):
+            sizes.append(sum(upper > 0.0 for upper in program.uppers))
+        return solve(program, **how)
+
+    monkeypatch.setattr(search, "solve", noted)
+    ask = partial(choose, graph, prices, space, unfolded(graph), gap=1e-4, bounded=False)
+    found = ask(memory_price=MemoryPrice(price, price))
+    assert len(sizes) == (1 if is_close else 2) and sizes == sorted(sizes)
+    monkeypatch.setattr(search._PlacementSearch, "near", lambda *_: None)
+    best = ask(memory_price=MemoryPrice(price, price))
+    assert len(set(sizes)) == 2
+    least, mine = (each.seconds + price * each.peak.nbytes for each in (best, found))
+    assert mine <= least * (1 + 2 * search.PRICED_GAP)
