@@ -31,7 +31,7 @@ from autopar.solve.placement.space import Space
 from autopar.solve.placement.tensor_classes import TensorClass, Use
 
 MOST_ENTRIES = 1 << 21  # of a table
-MOST_SUMS = 1 << 23  # in each round of Bellman and Ford
+MOST_SUMS = 1 << 20  # in each round of Bellman and Ford: beyond, the integer program is found sooner
 MOST_USES = 3  # of a tensor: each more makes its table so many times larger
 
 

@@ -33,6 +33,12 @@ from tests.solve.placement.test_symmetry import GPU, ONE_NODE
 from tests.solve.placement.test_written_programs import UNDER
 
 
+@pytest.fixture(autouse=True)
+def large_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as large as these small graphs have them."""
+    monkeypatch.setattr(choice_tables, "MOST_SUMS", 1 << 24)
+
+
 def prices_of(graph: Graph, **more: Any) -> Prices:
     dims = Dims(graph, find_atoms(graph), Mesh((2, 4)))
     return Prices(graph, dims, ONE_NODE, CostModel(GPU, {}, CollectiveTable({})), **more)
