@@ -20,14 +20,16 @@ from costdb.footprint import footprint
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
     """What an operator saves for its backward pass: operands and results by position, and bytes of
-    its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
-    `held` stay in memory when the operator is recomputed in backward: ranks exchanged them."""
+    its own. `aliases` holds for each result the operand whose memory it shares, or None, and `sizes` the
+    bytes of the memory that it lies in; the results `held` stay in memory when the operator is recomputed
+    in backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     extra_bytes: int = 0
     aliases: tuple[int | None, ...] = ()
     held: frozenset[int] = frozenset()
+    sizes: tuple[int, ...] = ()
 
 
 def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
@@ -67,14 +69,20 @@ def find_saved(
     ends = {root.get(result, result): index for index, result in enumerate(results)}
     held = set(emitter.known.values())  # from the start, whatever backward needs
     own = [value for value in saved if value not in places and value not in ends and value not in held]
-    extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
+    extra += sum(_nbytes(emitter, value) for value in own)
     return SavedTensors(
         operands=frozenset(places[value] for value in saved if value in places),
         results=frozenset(ends[value] for value in saved if value in ends and value not in places),
         extra_bytes=extra,
         aliases=tuple(places.get(root.get(result, result)) for result in results),
         held=frozenset(index for value, index in ends.items() if _is_held(value)),
+        sizes=tuple(_nbytes(emitter, root.get(result, result)) for result in results),
     )
+
+
+def _nbytes(emitter: GraphEmitter, value: Any) -> int:
+    """Bytes of a value's memory; none of results that nobody makes."""
+    return emitter.meta[value].numel() * emitter.meta[value].element_size() if value in emitter.meta else 0
 
 
 def _is_held(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 space             what may be chosen
 problem           the program: variables, rows, costs
 operator_variables   of it the variables of operators, by class and strategy
+saved_variables   of it what is kept for backward, views in the storage of what they view
 memory_rows       of it what variables hold: the cap, and the price of bytes
 tensor_classes    who makes and takes each tensor, and which are treated alike
 memory_price      what bytes cost where no row can state the cap

@@ -108,7 +108,7 @@ class ChoiceTables(Problem):
         ]
         self.known: dict[int, tuple[Network, Seconds]] = {}  # costs of conversions, and by which prices
 
-    def add_tensor(self, tensor: TensorClass) -> None:
+    def add_tensor(self, tensor: TensorClass) -> list[Use]:
         """Note where a tensor is made and used."""
         starts, uses, taken = self.routed(tensor)
         if any(phase is not Phase.EVERY for _, phase in starts) or len(uses) > MOST_USES:
@@ -117,6 +117,7 @@ class ChoiceTables(Problem):
         if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
             raise WideError
         self.routes.append(({layout: terms for (layout, _), terms in starts.items()}, uses, moves))
+        return uses
 
     def _joint(
         self, tensor: TensorClass, made: Mapping[Layout, Terms], uses: Sequence[Use], moves: Flags

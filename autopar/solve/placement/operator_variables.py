@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +26,18 @@ from autopar.solve.placement.tensor_classes import Marginal
 def value_of(layout: Layout, alike: Alike) -> Layout:
     """The layout of a value alone, of which one copy serves: R and B hold the same."""
     return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), alike)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How the operators of a class make a result as a view of the operand at `place`: from which layout, in
+    which, and the x that do."""
+
+    maker: str
+    place: int
+    operand: Layout
+    result: Layout
+    variables: tuple[int, ...]
 
 
 class OperatorVariables:
@@ -85,7 +98,7 @@ class OperatorVariables:
         return other
 
     def add_recompute(self) -> None:
-        """Add r of every strategy; a view is recomputed only with what it views."""
+        """Add r of every strategy."""
         for name, members in self.members.items():
             operation = self.by_name[name]
             costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
@@ -94,24 +107,6 @@ class OperatorVariables:
                 self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
                 if cost.saved.extra_bytes:
                     self.memory.hold(-cost.saved.extra_bytes * len(members), r)
-        makers = {made: item for item in self.graph.operators for made in item.results if made}
-        for name, members in self.members.items():
-            viewed = {self.viewed(member) for member in members} - {None}
-            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
-            if len(bases) == 1:
-                (base,) = bases
-                own = [(1.0, r) for r in self.r[name]]
-                others = [(-1.0, r) for r in self.r[base]] if base is not None else []
-                self.lp.at_most([*own, *others], 0.0)
-
-    def viewed(self, name: str) -> str | None:
-        """The tensor whose memory the first result of an operator shares, if it is a view."""
-        operation = self.by_name[name]
-        aliases = self.prices.operator(
-            operation, self.space.strategies[self.folding.class_of[name]][0]
-        ).saved.aliases
-        place = aliases[0] if aliases else None
-        return None if place is None else operation.operands[place]
 
     def recompute_cost(self, values: Sequence[float]) -> float:
         """Seconds of an answer's cost that are spent on recomputing."""
@@ -151,22 +146,45 @@ class OperatorVariables:
         return frozenset(self.folding.repetition.get(name, 0) for name in operations)
 
     def recomputed_result(self, name: str, index: int) -> Marginal:
-        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
+        """For each layout of a result the r of the strategies that give it storage; not of what recomputing
+        holds."""
         found: Marginal = {}
         if name in self.r:
             for strategy, r in zip(self.space.strategies[name], self.r[name], strict=True):
-                if index not in self.prices.operator(self.by_name[name], strategy).saved.held:
+                saved = self.prices.operator(self.by_name[name], strategy).saved
+                if index not in saved.held and saved.aliases[index] is None:
                     layout = value_of(tuple(option.results[index] for option in strategy), self.alike)
                     found.setdefault(layout, []).append((1.0, r))
         return found
 
-    def savers(self, name: str, position: int, *, of: str) -> Marginal:
-        """For each layout the strategies of a class that save one operand, or result, in it."""
+    def views(self, name: str, index: int) -> list[View]:
+        """How a class of operators makes a result as a view."""
+        found: dict[tuple[int, Layout, Layout], list[int]] = {}
+        for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
+            place = self.prices.operator(self.by_name[name], strategy).saved.aliases[index]
+            if place is not None:
+                operand = value_of(tuple(option.operands[place] for option in strategy), self.alike)
+                result = value_of(tuple(option.results[index] for option in strategy), self.alike)
+                found.setdefault((place, operand, result), []).append(variable)
+        return [View(name, *ends, tuple(variables)) for ends, variables in found.items()]
+
+    def storage_sizes(self, name: str, index: int) -> dict[Layout, int]:
+        """The least bytes in which a result that is no view of an operand lies, by layout."""
+        found: dict[Layout, int] = {}
+        for strategy in self.space.strategies[name]:
+            saved = self.prices.operator(self.by_name[name], strategy).saved
+            if saved.aliases[index] is None:
+                layout = value_of(tuple(option.results[index] for option in strategy), self.alike)
+                found[layout] = min(found.get(layout, saved.sizes[index]), saved.sizes[index])
+        return found
+
+    def savers(self, name: str, position: int, repetitions: frozenset[int], *, of: str) -> Marginal:
+        """For each layout the strategies of some repetitions that save one operand, or result, in it."""
         found: Marginal = {}
         operation = self.by_name[name]
-        for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
+        for strategy, terms in zip(self.space.strategies[name], self.mean(name, repetitions), strict=True):
             saved = self.prices.operator(operation, strategy).saved
             if position in (saved.operands if of == "operands" else saved.results):
                 places = (getattr(option, of)[position] for option in strategy)
-                found.setdefault(value_of(tuple(places), self.alike), []).append((1.0, variable))
+                found.setdefault(value_of(tuple(places), self.alike), []).extend(terms)
         return found

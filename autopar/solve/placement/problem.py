@@ -7,7 +7,7 @@ changes of one placement on one axis (convert/moves.py).
 **Variables.** x[v,s] in {0,1}: operator v runs as s; for an input, x[t,p]: how it is kept or passed; for
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
-y[t,p] >= 0: t is saved for backward in layout p.
+y[t,p] >= 0: t is saved for backward in layout p, in storage of its own (views: saved_variables.py).
 r[v,s] <= x[v,s]: what v makes is recomputed in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
@@ -80,7 +80,8 @@ from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.memory_rows import MemoryRows
-from autopar.solve.placement.operator_variables import OperatorVariables, value_of
+from autopar.solve.placement.operator_variables import OperatorVariables
+from autopar.solve.placement.saved_variables import SavedVariables
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use, Wiring
 
@@ -138,8 +139,9 @@ class Problem:
         if recomputes and (cap is not None or memory_price.saved):
             self.operators.add_recompute()
         self.tensors = self.wiring.classes(folding, prices.dims.atoms)
-        for tensor in self.tensors:
-            self.add_tensor(tensor)
+        uses = {tensor.name: self.add_tensor(tensor) for tensor in self.tensors}
+        if cap is not None or memory_price.saved:
+            SavedVariables(self, uses)
         if cap is not None and cap < math.inf:
             self.memory.cap(cap)
 
@@ -188,11 +190,11 @@ class Problem:
         differentiable = self.prices.training and self.graph.specs[name].requires_grad
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
-    def add_tensor(self, tensor: TensorClass) -> None:
+    def add_tensor(self, tensor: TensorClass) -> list[Use]:
         starts, uses, taken = self.routed(tensor)
         if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
             self.add_flows(tensor, starts, uses, taken)
-        self.save(tensor, uses, float(len(tensor.members)))
+        return uses
 
     def routed(self, tensor: TensorClass) -> tuple[dict[Place, Terms], list[Use], list[dict[Phase, Flags]]]:
         """Where the tensor is made, where it is used, and which moves may lead from one to the other."""
@@ -323,7 +325,7 @@ class Problem:
     def saves(self, use: Use) -> bool:
         """Whether some strategy of the user keeps what it takes for backward."""
         return use.consumer is not None and bool(
-            self.operators.savers(use.consumer, use.position, of="operands")
+            self.operators.savers(use.consumer, use.position, use.repetitions, of="operands")
         )
 
     def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
@@ -455,16 +457,16 @@ class Problem:
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
         ):
-            layout, _ = stored
+            layout, gathering = stored
             cost = self.prices.update(tensor.name, layout) if self.wiring.is_parameter(tensor.name) else 0.0
             cost *= self.prices.step_weight
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.wiring.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.memory.rest(nbytes, variables[stored])
-                if requires_grad and not self.prices.accumulates:
+                if requires_grad and (not self.prices.accumulates or gathering is Gathering.ONCE):
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
-                    self.memory.add_gradient(gradient, variables[stored])
+                    self.memory.add_gradient(gradient, variables[stored])  # made of the full one's sum
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.inputs[tensor.name] = variables
         return variables
@@ -509,7 +511,7 @@ class Problem:
             layouts = self.layouts(tensor.name, name, "operands", position)
             for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
                 needs.setdefault(layout, []).extend(terms)
-            found.append(Use(name, position, needs))
+            found.append(Use(name, position, needs, repetitions))
         if tensor.name in self.graph.outputs:
             found.append(Use(None, 0, self.output_needs(tensor.name)))
         if tensor.name in self.wiring.written:
@@ -552,46 +554,3 @@ class Problem:
         if specs[name].nbytes != specs[operation.results[0] or name].nbytes:
             return False, False
         return rule.is_view or rule.passes_layout_on, rule.is_view
-
-    # -- memory ---------------------------------------------------------------------------------------
-
-    def save(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
-        """y[t, p] and its bytes, once for all that keep the tensor in one layout.
-
-        A parameter's own storage is state already: only a converted copy of it counts, and none that is
-        regathered, of a cast one neither. Where memory may be moved to the host (`offloads`), nothing
-        counts that operators make.
-        """
-        if (
-            self.cap is None
-            and not self.memory_price.saved
-            or self.offloads
-            and tensor.name in self.wiring.makers
-        ):
-            return
-        sums = [
-            self.operators.savers(use.consumer, use.position, of="operands") for use in uses if use.consumer
-        ]
-        recomputed: Marginal = {}
-        if tensor.name in self.wiring.makers:
-            operation, index = self.wiring.makers[tensor.name]
-            maker = self.folding.class_of[operation.name]
-            sums.append(self.operators.savers(maker, index, of="results"))
-            recomputed = self.operators.recomputed_result(maker, index)
-        rests = self.wiring.at_rest(tensor.name) or self.copies_last
-        stored = self.inputs.get(tensor.name, {}) if rests else {}
-        y: dict[Layout, int] = {}
-        for by_layout in sums:
-            for layout, terms in by_layout.items():
-                if layout not in y:
-                    y[layout] = self.lp.variable()
-                    nbytes = self.prices.local_bytes(tensor.name, layout) * count
-                    self.memory.hold(nbytes, y[layout])
-                own = [
-                    (1.0, variable)
-                    for (at, gathering), variable in stored.items()
-                    if value_of(at, self.alike) == layout or gathering in self.spared
-                ]
-                spared = [*recomputed.get(layout, []), *self.unkept.get(tensor.name, [])]
-                row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
-                self.lp.at_least(row, 0.0)

@@ -21,11 +21,13 @@ Marginal = dict[Layout, Terms]
 
 @dataclass(slots=True)
 class Use:
-    """One place where a tensor class is used, and the layouts in which its users need it."""
+    """One place where a tensor class is used, the layouts in which its users need it, and the repetitions of
+    these."""
 
     consumer: str | None  # operator class; None for an output or a buffer
     position: int
     needs: Marginal
+    repetitions: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
