@@ -72,7 +72,8 @@ class Priced:
         count = len(problem.lp.costs)
         self.lasting = _summed(problem.memory.lasting, count)
         self.saved = _summed(problem.memory.held, count) - self.lasting
-        self.seconds = np.asarray(problem.lp.costs) - _summed(problem.memory.paid, count)
+        paid: Terms = [(cost, variable) for variable, cost in problem.memory.paid.items()]
+        self.seconds = np.asarray(problem.lp.costs) - _summed(paid, count)
         self.relaxation = Relaxation(problem.lp)
 
     def least(self, memory_price: MemoryPrice) -> float:

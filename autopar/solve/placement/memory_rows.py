@@ -22,7 +22,7 @@ class MemoryRows:
         self.lasting: Terms = []  # there once, however many micro-batches are in flight
         self.resting: Terms = []  # there all step, or at its end
         self.gradients: Terms = []  # of weights, which aren't there when backward begins
-        self.paid: Terms = []  # what the price of memory adds to the costs
+        self.paid: dict[int, float] = {}  # what the price of memory adds to a variable's cost
 
     def within(self, lp: LinearProgram) -> MemoryRows:
         """Move the terms to a program like this one that has costs of its own."""
@@ -37,7 +37,7 @@ class MemoryRows:
             self.lasting.append((float(nbytes), variable))
         price = self.price.state if lasts else self.price.saved
         if price:
-            self.paid.append((price * nbytes, variable))
+            self.paid[variable] = self.paid.get(variable, 0.0) + price * nbytes
             self.lp.costs[variable] += price * nbytes
 
     def rest(self, nbytes: float, variable: int) -> None:
@@ -58,4 +58,4 @@ class MemoryRows:
 
     def cost(self, values: Sequence[float]) -> float:
         """Seconds of an answer's cost that are the price of its memory."""
-        return sum(cost * values[variable] for cost, variable in self.paid)
+        return sum(cost * values[variable] for variable, cost in self.paid.items())

@@ -84,11 +84,12 @@ class OperatorVariables:
         self.write_costs()
 
     def write_costs(self) -> None:
-        """Write what each variable costs by these prices: its seconds less the credit for what hides."""
+        """Write what each variable costs by these prices: its seconds less the credit for what hides, and the
+        price of the memory that it holds."""
         seconds, *hiding = self.parts.T
         costs = seconds - sum(credit * each for credit, each in zip(self.prices.credits, hiding, strict=True))
         for variable, cost in zip(self.variables, costs.tolist(), strict=True):
-            self.lp.costs[variable] = cost
+            self.lp.costs[variable] = cost + self.memory.paid.get(variable, 0.0)
 
     def under(self, prices: Prices, lp: LinearProgram) -> OperatorVariables:
         """Move the variables to a program like this one, at other prices."""
@@ -109,8 +110,9 @@ class OperatorVariables:
                     self.memory.hold(-cost.saved.extra_bytes * len(members), r)
 
     def recompute_cost(self, values: Sequence[float]) -> float:
-        """Seconds of an answer's cost that are spent on recomputing."""
-        return sum(self.lp.costs[r] * values[r] for each in self.r.values() for r in each)
+        """Seconds of an answer's cost that are spent on recomputing, without the price of memory."""
+        costs, paid = self.lp.costs, self.memory.paid
+        return sum((costs[r] - paid.get(r, 0.0)) * values[r] for each in self.r.values() for r in each)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""

@@ -16,7 +16,7 @@ from autopar.runtime.collectives import groups, transport
 from tests.pool import Pool
 
 SIZES = (1, 129, 2 * transport.SMALL_BYTES)  # elements: the last do not meet at one rank
-PIECES = transport.PIECE_BYTES // 4 + 1  # which go in two pieces
+PIECES = 3 * transport.PART_BYTES // 4 + 1  # which two or three ranks sum in two pieces
 NONE = 0  # of a rank that another axis left without rows
 
 
