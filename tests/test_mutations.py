@@ -30,8 +30,7 @@ from autopar.ops.loss import CrossEntropy
 from autopar.proof import simulated
 from autopar.rewrite.split_stages import StageProgram, _Splitter
 from autopar.runtime.collectives import convolution as runtime_convolution
-from autopar.runtime.collectives import groups
-from autopar.runtime.parameters import gradient_buckets
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
@@ -374,15 +373,15 @@ def _sums(*, mean: bool) -> bool:
     """On a worker: whether the buckets deliver the sum of both ranks' gradients."""
     groups.setup(TWO, ["a@2"], timeout=TIMEOUT)
     totals: dict[int, Tensor] = {}
-    all_reduce = dist.all_reduce
+    start_sum = transport.start_sum
 
-    def averaged(flat: Tensor, **rest: Any) -> Any:
+    def averaged(flat: Tensor, *args: Any, **rest: Any) -> Any:
         flat.div_(2)
-        return all_reduce(flat, **rest)
+        return start_sum(flat, *args, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
         if mean:
-            patch.setattr(gradient_buckets.dist, "all_reduce", averaged)
+            patch.setattr(transport, "start_sum", averaged)
         member = Member(0, "weight", "a@2", torch.float32, 8)
         sync = GradientSync([member], lambda index, total: totals.update({index: total.clone()}))
         root = torch.ones(2, requires_grad=True)

@@ -134,9 +134,9 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     rounded: list[float] = []
     patient = _PlacementSearch.branch
 
-    def hasty(search: _PlacementSearch, problem: Problem) -> SolverAnswer:
+    def hasty(search: _PlacementSearch, problem: Problem, relaxed: SolverAnswer) -> SolverAnswer:
         if problem.cap is None:
-            return patient(search, problem)
+            return patient(search, problem, relaxed)
         rounded.append(problem.cap)
         return SolverAnswer(None, math.inf, -math.inf, "time_limit")
 

@@ -93,7 +93,8 @@ class Prices(TensorPrices):
     _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _groups: dict[Any, Group | None] = field(default_factory=dict)
-    _texts: dict[str, str] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)  # of operators' kinds
+    _operator_kinds: dict[Any, int] = field(default_factory=dict)
     _kinds: dict[str, Any] = field(default_factory=dict)  # of local calls, but for their shapes
     _equal_axes: bool | None = None
 
@@ -138,12 +139,23 @@ class Prices(TensorPrices):
 
     def _same(self, operation: Operator, strategy: Strategy) -> Any:
         """Equal operators, and programs, share strategies, whose keys take long to make."""
-        return (
-            sign_of(operation, self.dims),
-            id(strategy),
-            self._member(operation),
-            *self._values(operation),
-        )
+        return self.operator_kind(operation), id(strategy)
+
+    def operator_kind(self, operation: Operator) -> int:
+        """A number that operators of the graph have in common that cost the same under equal strategies."""
+        if operation.name not in self._numbers:
+            kind = *self._traits(operation), *self._values(operation)
+            self._numbers[operation.name] = self._operator_kinds.setdefault(kind, len(self._operator_kinds))
+        return self._numbers[operation.name]
+
+    def _traits(self, operation: Operator) -> tuple[Any, ...]:
+        """What an operator's price depends on, beside its strategy and the values of constants."""
+        sign, own = sign_of(operation, self.dims), self._own(operation)
+        return sign, operation.order, own, self._member(operation)
+
+    def _own(self, operation: Operator) -> tuple[tuple[bool, bool], ...]:
+        """Which operands are parameters, and which are made of such alone."""
+        return tuple((name in self._parameters, name in self._weights) for name in operation.operands)
 
     @property
     def credits(self) -> tuple[float, float, float]:
@@ -178,8 +190,8 @@ class Prices(TensorPrices):
         specs, place = self.graph.specs, self._place(operation, strategy)
         if operation.name not in self._kinds:
             args = text_of(operation, lambda name: str(replace(specs[name], shape=())))
-            own = tuple((name in self._parameters, name in self._weights) for name in operation.operands)
             same = tuple(map(operation.operands.index, operation.operands))
+            own = self._own(operation)
             self._kinds[operation.name] = operation.target, args, operation.order, own, same
         shapes = tuple(
             self.dims.local_shape(name, tuple(option.operands[index] for option in strategy), place)
@@ -194,27 +206,15 @@ class Prices(TensorPrices):
 
     def _sign(self, operation: Operator, strategy: Strategy) -> Any:
         """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
-        own = [(name in self._parameters, name in self._weights) for name in operation.operands]
-        factors = tuple(option.factor for option in self._alike(strategy))
-        return sign_of(operation, self.dims), operation.order, factors, tuple(own), self._member(operation)
+        return *self._traits(operation), tuple(option.factor for option in self._alike(strategy))
 
     def _member(self, operation: Operator) -> Member | None:
         """The operator's part of a fused group, where programs are compiled."""
         return self.groups.members.get(operation.name) if self.groups else None
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:
-        specs, place = self.graph.specs, self._place(operation, strategy)
-        shapes = tuple(
-            self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), place)
-            for i, name in enumerate(operation.operands)
-        )
-        if operation.name not in self._texts:
-            results = [str(specs[name]) if name else "" for name in operation.results]
-            args = text_of(operation, lambda name: str(specs[name]))
-            self._texts[operation.name] = f"{args}{results}"
-        text = self._texts[operation.name]
-        how = self._alike(strategy), self._member(operation)
-        return operation.target, text, shapes, *how, *self._values(operation)
+        """Equal for operators of the graph, and strategies, that have one price."""
+        return self.operator_kind(operation), *self._alike(strategy)
 
     def _values(self, operation: Operator) -> tuple[str, ...]:
         """The constants on whose values an operator's price depends."""

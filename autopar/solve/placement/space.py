@@ -23,7 +23,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.rule import Regroup, rule_of
-from autopar.sharding.strategies import options_of, sign_of, strategies_of
+from autopar.sharding.strategies import options_of, strategies_of
 from autopar.solve.placement.fold import Folding, pin_of
 from autopar.solve.placement.shard_state import most_sharded, ways
 
@@ -215,7 +215,7 @@ def build_space(
             offered = forced(item, offered, force, kinds, prices)
         elif pin is None:
             offered = idle(offered, prices.dims)
-        same = sign_of(item, prices.dims), tuple(map(id, offered))
+        same = prices.operator_kind(item), tuple(map(id, offered))
         if same not in pruned:  # equal operators share what they offer
             pruned[same] = undominated(item, offered, prices, groups)
         offered = pruned[same]

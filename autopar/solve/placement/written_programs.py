@@ -28,20 +28,20 @@ class WrittenPrograms:
 
     def __init__(self) -> None:
         self.known: dict[object, Problem] = {}
-        self.known_tables: tuple[object, ChoiceTables | None] | None = None
+        self.known_tables: tuple[object, Space, ChoiceTables | None] | None = None
 
     def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
         """Tables, made once for all multipliers as programs are; raises WideError where there are none."""
         key = _content(space)
         if self.known_tables is not None and self.known_tables[0] == key and not prices.early:
-            known = self.known_tables[1]
+            _, _, known = self.known_tables
             if known is None:
                 raise WideError
             tables = known.under(prices)
         else:
-            self.known_tables = key, None
+            self.known_tables = key, space, None  # whose strategies stay, and so their identities
             tables = ChoiceTables(graph, prices, space, folding)
-        self.known_tables = key, tables
+        self.known_tables = key, space, tables
         return tables
 
     def problem(self, graph: Graph, prices: Prices, space: Space, folding: Folding, **how: Any) -> Problem:

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P, R, Shard
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.known_prices import MOST, Known, known_prices
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.sharding.strategies import find_atoms, sign_of, strategies_of
 from autopar.trace.export import trace
 
 CLUSTER = ClusterSpec(devices_per_node=4, device="h100", intra=Link(1e-6, 1e11))
@@ -72,6 +72,41 @@ def test_equal_operators_are_priced_once_for_all_graphs(monkeypatch: pytest.Monk
     again = prices_of(graph_of(1, 20), Mesh((4,)))
     assert [prices.operator(second, each) for each in other] == found
     assert [again.operator(again.graph.operators[2], each) for each in one] == found
+
+
+class Scaled(nn.Module):
+    """Products and convolutions with weights, and equal ones with what is made of weights or of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 6))
+        self.weight = nn.Parameter(torch.ones(3, 3, 3, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.conv2d(F.conv2d(x, self.weight, padding=1), self.weight.tanh(), padding=1)
+        y = y * self.scale
+        return x.sum() + (y * y.tanh()).sum()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_is_asked_first_changes_no_price(backwards: bool) -> None:
+    """Operators may differ by what their operands are alone: a weight, for one, is there anyhow."""
+    x, y = (torch.zeros(shape, requires_grad=True) for shape in ((4, 3, 16, 16), (8, 6)))
+    graph, mesh = trace(Scaled(), (x, y)).graph, Mesh((4,))
+    together = prices_of(graph, mesh)
+    pairs, unlike = dict[int, list[Operator]](), set[object]()
+    for item in graph.operators:
+        pairs.setdefault(sign_of(item, together.dims), []).append(item)
+    for items in pairs.values():
+        apart = [replace(prices_of(graph, mesh), _known=Known()) for _ in items]
+        together = replace(prices_of(graph, mesh), _known=Known())
+        for strategy in strategies_of(items[0], together.dims):
+            asked = items[::-1] if backwards else items
+            found = {item.name: together.operator(item, strategy) for item in asked}
+            wanted = {each.name: own.operator(each, strategy) for each, own in zip(items, apart, strict=True)}
+            assert found == wanted
+            unlike |= {items[0].target} if len({each.tie for each in wanted.values()}) > 1 else set()
+    assert unlike == {torch.ops.aten.mul.Tensor, torch.ops.aten.conv2d.default}
 
 
 @pytest.mark.parametrize("early", [False, True])
