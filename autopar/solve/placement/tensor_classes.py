@@ -21,7 +21,7 @@ Marginal = dict[Layout, Terms]
 
 @dataclass(slots=True)
 class Use:
-    """One place where a tensor class is used: by whom, in which repetitions, and the layouts that these need."""
+    """One place where a tensor class is used: by whom, in which repetitions, and the layouts they need."""
 
     consumer: str | None  # operator class; None for an output or a buffer
     position: int
