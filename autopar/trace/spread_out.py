@@ -15,37 +15,26 @@ import torch
 from torch import Tensor, fx
 
 from autopar.core.graph import Operator
+from autopar.core.operator_facts import facts_of
 
-aten = torch.ops.aten
-_SHAPES = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.unflatten.int}
 CONTIGUOUS = torch.contiguous_format
 
 
 def spreads_out(node: fx.Node, target: Any) -> bool:
     """Whether the operator of `node` copies its expanded first operand, to give it another shape or order."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not (target in _SHAPES or target is aten.contiguous.default):
+    if not isinstance(source, fx.Node) or not facts_of(target).copies_expanded:
         return False
-    given, made = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(given, Tensor) or not isinstance(made, Tensor) or not _is_expanded(given):
-        return False
-    return target is aten.contiguous.default or not _is_view(given, made)
+    return _is_expanded(source.meta.get("val")) and not _is_expanded(node.meta.get("val"))
 
 
 def is_spread_out(item: Operator) -> bool:
     """Whether an operator is such a copy."""
-    return item.target is aten.clone.default and item.kwargs.get("memory_format") is CONTIGUOUS
+    return facts_of(item.target).is_identity and item.kwargs.get("memory_format") is CONTIGUOUS
 
 
-def _is_expanded(given: Tensor) -> bool:
-    pairs = zip(given.shape, given.stride(), strict=True)
-    return given.layout is torch.strided and any(size > 1 and stride == 0 for size, stride in pairs)
-
-
-def _is_view(given: Tensor, made: Tensor) -> bool:
-    """Whether a tensor of the second's shape can lie in the memory of the first."""
-    try:
-        torch.empty_strided(given.shape, given.stride(), device="meta").view(made.shape)
-    except RuntimeError:
+def _is_expanded(given: Any) -> bool:
+    """Whether elements of a tensor share their memory, as a view of an expanded tensor's do."""
+    if not isinstance(given, Tensor) or given.layout is not torch.strided:
         return False
-    return True
+    return any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride(), strict=True))
