@@ -362,6 +362,7 @@ class Pad(Rule):
 
 
 declare(aten.view.default, any_strides=aten.reshape.default)
+declare(aten.reshape, aten.view, aten.flatten, aten.unflatten, aten.contiguous, copies_expanded=True)
 declare(aten.expand, aten.broadcast_to, aten.broadcast_tensors, rows_alike=True)
 declare(aten.slice.Tensor, put_back=aten.slice_scatter.default)
 declare(aten.select.int, put_back=aten.select_scatter.default)

@@ -21,6 +21,7 @@ sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
 autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
+spread_out           copies of expanded tensors, which stay
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 input_values         what forward decides by values of its inputs

@@ -35,6 +35,7 @@ from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.in_place import InPlaceWrites
 from autopar.trace.shared_memory import Known
 from autopar.trace.simplify import without_dead_code, without_identities
+from autopar.trace.spread_out import CONTIGUOUS, spreads_out
 from autopar.trace.user_source import module_of, source_of
 from autopar.trace.written_graph import WrittenGraph, input_name, refused, spec_of
 
@@ -237,6 +238,11 @@ class GraphBuilder:
         self.graph.root[name] = self.graph.root[value.name]
         return Ref(name)
 
+    def spread_out(self, node: fx.Node, value: Ref) -> Ref:
+        """The copy that `node` makes of an expanded tensor, as an operator of its own."""
+        spec = self.graph.specs[value.name]
+        return Ref(self.graph.add(node, aten.clone.default, (value,), spec, memory_format=CONTIGUOUS))
+
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.graph.value(node.args), self.graph.value(node.kwargs)
         self.check_dense_gradient(node, target, args, kwargs)
@@ -250,6 +256,8 @@ class GraphBuilder:
         if target is CUSTOM:
             args = (*args[:4], Place(args[4]))
         args, kwargs = device_by_name(target, args, kwargs)
+        if spreads_out(node, target):
+            args = (self.spread_out(node, args[0]), *args[1:])
         values = node.meta.get("val")
         if target is not CUSTOM and _is_fixed(values):
             args, kwargs, values = self.casts.under_autocast(

@@ -8,6 +8,7 @@ from typing import Any
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError
+from autopar.trace.spread_out import is_spread_out
 
 
 def without_identities(graph: Graph) -> Graph:
@@ -35,6 +36,8 @@ def without_identities(graph: Graph) -> Graph:
 def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
     facts = facts_of(item.target)
     if not facts.is_identity or not item.operands or (facts.changes and facts.changes(item.args)):
+        return False
+    if is_spread_out(item):
         return False
     pairs = list(zip(item.results, item.operands, strict=False))
     if facts.expands_each:  # with its own operand's gradient or none

@@ -49,7 +49,7 @@ class WrittenGraph:
                 return title, names
             title += "_"
 
-    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec) -> str:
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec, **kwargs: Any) -> str:
         """Write down an operator that `node` stands for beside its own; the name of its result."""
         title, results = self.names_for(f"{node.name}_{target._schema.name.split('::')[1]}", None)
         self.specs[title], self.root[title] = spec, title
@@ -58,7 +58,7 @@ class WrittenGraph:
                 title,
                 target,
                 args,
-                {},
+                kwargs,
                 results,
                 module=module_of(node),
                 source=source_of(node),
