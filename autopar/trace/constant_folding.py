@@ -51,13 +51,13 @@ def folded(graph: Graph) -> Graph:
 
 
 def _has_structure(graph: Graph) -> bool:
-    held = {item.name for item in graph.inputs if _is_known(item) and not may_learn(item.spec.dtype)}
+    held = {item.name for item in graph.inputs if _held(item) is not None and not may_learn(item.spec.dtype)}
     return bool(held) and any(facts_of(item.target).indexed for item in graph.operators)
 
 
-def _is_known(item: GraphInput) -> bool:
-    """Whether an input is a constant whose numbers are there: one without memory has none."""
-    return item.value is not None and not item.value.is_meta
+def _held(item: GraphInput) -> Tensor | None:
+    """The numbers of a constant; None of other inputs, and of constants without memory."""
+    return None if item.value is None or item.value.is_meta else item.value
 
 
 class _Folding:
@@ -65,14 +65,12 @@ class _Folding:
         self.graph = graph
         self.makers = {name: item for item in graph.operators for name in item.results if name}
         self.values: dict[str, Tensor] = {
-            item.name: item.value
-            for item in graph.inputs
-            if item.value is not None and not item.value.is_meta
+            item.name: value for item in graph.inputs if (value := _held(item)) is not None
         }
         self.exact: dict[str, Tensor] = {
             item.name: value if item.exact is None else item.exact
             for item in graph.inputs
-            if (value := item.value) is not None and not value.is_meta
+            if (value := _held(item)) is not None
         }
         self.fixed = set(self.values)  # constants and what follows from them
         self.specs = dict(graph.specs)
@@ -275,8 +273,8 @@ def _without_twins(graph: Graph) -> Graph:
     first: dict[tuple[TensorSpec, str], str] = {}
     same: dict[str, str] = {}
     for item in graph.inputs:
-        if item.value is not None and not item.value.is_meta:
-            same[item.name] = first.setdefault((item.spec, digest_of(item.value)), item.name)
+        if (value := _held(item)) is not None:
+            same[item.name] = first.setdefault((item.spec, digest_of(value)), item.name)
 
     def told(ref: Ref) -> Ref:
         return Ref(same.get(ref.name, ref.name))
