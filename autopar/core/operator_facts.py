@@ -43,6 +43,15 @@ class HiddenWrites:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskArguments:
+    """Names of the arguments that hide scores of queries (rows) and keys: a mask, and the flag that stands
+    for the mask that hides every key after a query's own place."""
+
+    mask: str
+    causal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Answers about one overload; the defaults hold for an operator of which nothing is declared."""
 
@@ -63,6 +72,8 @@ class Facts:
     changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments
     expands_each: bool = False  # gives each of its operands, alike in shape
     skips_empty: bool = False  # joins a list of tensors, the empty ones of which may be left out
+    elementwise: bool = False  # gives one element of one element of each operand, which broadcast
+    masks: MaskArguments | None = None  # of attention
     only_moves: bool = False  # moves or renames elements: rounding may come before or after it
     casts_on_cuda: bool | None = None  # what autocast does there, where no device is there to be asked
     casts_inside: bool = False  # autocast rounds between its parts on all devices, which no operand shows

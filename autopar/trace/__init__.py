@@ -19,6 +19,7 @@ grouped_products     products of groups of rows with a matrix for each
 routed_products      the same of rows where they lie, each with the matrix that it chooses
 sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
+known_masks          masks of attention that hide nothing, or what comes later
 autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
 spread_out           copies of expanded tensors, which stay

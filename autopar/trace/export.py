@@ -43,6 +43,7 @@ from autopar.trace.devices import beside, devices_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.input_values import InputValues
+from autopar.trace.known_masks import with_known_masks
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
@@ -320,7 +321,8 @@ def _trace(
     notes += [*graph.notes, *left]
     asked = asked_of(structure, flat.evaluating, arguments)
     flat.let_go()
-    graph = with_routed_products(folded(replace(graph, notes=tuple(notes), decided_by=decided_by)))
+    graph = replace(graph, notes=tuple(notes), decided_by=decided_by)
+    graph = with_routed_products(folded(with_known_masks(graph)))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 
