@@ -49,18 +49,26 @@ def _told(item: Operator, names: MaskArguments, known: _Known) -> Operator:
     causal = known.causal(mask.name)
     if causal is None:
         return item
-    required = sum(not argument.has_default_value() for argument in item.target._schema.arguments)
-    kwargs = {name: value for name, value in list(given.items())[required:] if name != names.mask}
-    if causal:
-        kwargs[names.causal] = True
-    return replace(item, args=tuple(given.values())[:required], kwargs=kwargs)
+    return _called(item, given | {names.mask: None, names.causal: causal})
 
 
 def _arguments(item: Operator) -> dict[str, Any]:
-    """What an operator is called with, by name, in the order of its schema."""
-    names = [argument.name for argument in item.target._schema.arguments]
-    given = dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
-    return {name: given[name] for name in names if name in given}
+    """What an operator is called with, by name."""
+    names = (argument.name for argument in item.target._schema.arguments)
+    return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
+
+
+def _called(item: Operator, given: Mapping[str, Any]) -> Operator:
+    """The operator called with these arguments: by place, up to the last one that isn't its default."""
+    schema = item.target._schema.arguments
+    placed = [argument for argument in schema if not argument.kwarg_only]
+    args = [given.get(each.name, each.default_value) for each in placed]
+    while (
+        args and placed[len(args) - 1].has_default_value() and args[-1] == placed[len(args) - 1].default_value
+    ):
+        args.pop()
+    kwargs = {each.name: given[each.name] for each in schema if each.kwarg_only and each.name in given}
+    return replace(item, args=tuple(args), kwargs=kwargs)
 
 
 class _Known:
