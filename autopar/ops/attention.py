@@ -191,10 +191,18 @@ def _flops(call: SizedCall) -> Flops:
 
 def _scores(call: SizedCall) -> FusedScores:
     q, k, v = call.operands[:3]
-    args = call.call.args
-    causal = call.call.kwargs.get("is_causal", args[_CAUSAL] if len(args) > _CAUSAL else False)
-    count = q.numel // q.shape[-1] * k.shape[-2] / (2 if causal else 1)
-    return FusedScores(count, q.shape[-1], v.shape[-1])
+    args, kwargs = call.call.args, call.call.kwargs
+    causal = kwargs.get("is_causal", args[_CAUSAL] if len(args) > _CAUSAL else False)
+    queries, width = q.shape[-2:]
+    return FusedScores(
+        heads=q.numel // (queries * width),
+        queries=queries,
+        keys=k.shape[-2],
+        key=width,
+        value=v.shape[-1],
+        causal=bool(causal),
+        masked=len(call.operands) > 3,
+    )
 
 
 def _fused(

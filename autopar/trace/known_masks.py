@@ -81,8 +81,8 @@ class _Known:
         self.answers: dict[str, bool | None] = {}
 
     def causal(self, name: str) -> bool | None:
-        """Whether a mask hides what comes later, False if it hides nothing, None of any other and if its
-        numbers aren't known."""
+        """Whether a mask hides what comes later; False if it hides nothing, None of any other mask.
+        None, too, where its numbers aren't known."""
         if name not in self.answers:
             value = self.value(name)
             self.answers[name] = None if value is None else _is_causal(value)
