@@ -58,6 +58,7 @@ from autopar.trace.structure import (
     holding,
     may_be_edges,
     own_names,
+    parts_of,
     refuse_sparse_operators,
     said_structure,
     sparse_structure,
@@ -329,9 +330,11 @@ def _trace(
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left]
-    asked = asked_of(structure, flat.evaluating, arguments)
+    asked, held = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
     flat.let_go()
-    graph = with_routed_products(folded(replace(graph, notes=tuple(notes), decided_by=decided_by)))
+    nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))
+    graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
+    graph = with_routed_products(folded(graph))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 
