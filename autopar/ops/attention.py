@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.core.operator_facts import MaskArguments, declare
+from autopar.core.operator_facts import AttentionArguments, declare
 from autopar.core.placement import Shard
 from autopar.core.strategy import Option
 from autopar.core.work import Flops, FusedScores, SizedCall
@@ -221,4 +221,7 @@ def _fused(
 
 declare(aten.scaled_dot_product_attention, flops=_flops, products=_scores)
 declare(aten.scaled_dot_product_attention, chooses_by_device=True, on_gpu=_fused)
-declare(aten.scaled_dot_product_attention, masks=MaskArguments("attn_mask", "is_causal"))
+declare(
+    aten.scaled_dot_product_attention,
+    attention=AttentionArguments("key", "value", "attn_mask", "is_causal", "dropout_p", "enable_gqa"),
+)

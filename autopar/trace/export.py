@@ -43,6 +43,7 @@ from autopar.trace.custom_backwards import caught
 from autopar.trace.devices import beside, devices_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
+from autopar.trace.grouped_heads import with_grouped_heads
 from autopar.trace.input_values import InputValues
 from autopar.trace.known_masks import with_known_masks
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
@@ -335,7 +336,7 @@ def _trace(
     flat.let_go()
     nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))
     graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
-    graph = with_routed_products(folded(with_known_masks(graph)))
+    graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 

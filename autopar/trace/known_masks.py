@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
-from autopar.core.operator_facts import MaskArguments, facts_of, is_repeatable
+from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeatable
+from autopar.trace.attention_calls import arguments_of, called, is_view
 from autopar.trace.simplify import without_dead_code
 
 LARGEST = 2**28  # bytes of one tensor while a mask is computed
@@ -31,7 +32,7 @@ HIDDEN = torch.finfo(torch.float16).min  # added to a score, leaves it a weight 
 
 def with_known_masks(graph: Graph) -> Graph:
     """The graph whose attention takes no mask where one is known to hide nothing, or all that comes later."""
-    masks = [(item, facts_of(item.target).masks) for item in graph.operators]
+    masks = [(item, facts_of(item.target).attention) for item in graph.operators]
     if all(names is None for _, names in masks):
         return graph
     known = _Known(graph)
@@ -41,34 +42,15 @@ def with_known_masks(graph: Graph) -> Graph:
     return without_dead_code(replace(graph, operators=operators))
 
 
-def _told(item: Operator, names: MaskArguments, known: _Known) -> Operator:
-    given = _arguments(item)
+def _told(item: Operator, names: AttentionArguments, known: _Known) -> Operator:
+    given = arguments_of(item)
     mask = given.get(names.mask)
     if mask is None or given.get(names.causal):
         return item
     causal = known.causal(mask.name)
     if causal is None:
         return item
-    return _called(item, given | {names.mask: None, names.causal: causal})
-
-
-def _arguments(item: Operator) -> dict[str, Any]:
-    """What an operator is called with, by name."""
-    names = (argument.name for argument in item.target._schema.arguments)
-    return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
-
-
-def _called(item: Operator, given: Mapping[str, Any]) -> Operator:
-    """The operator called with these arguments: by place, up to the last one that isn't its default."""
-    schema = item.target._schema.arguments
-    placed = [argument for argument in schema if not argument.kwarg_only]
-    args = [given.get(each.name, each.default_value) for each in placed]
-    while (
-        args and placed[len(args) - 1].has_default_value() and args[-1] == placed[len(args) - 1].default_value
-    ):
-        args.pop()
-    kwargs = {each.name: given[each.name] for each in schema if each.kwarg_only and each.name in given}
-    return replace(item, args=tuple(args), kwargs=kwargs)
+    return called(item, given | {names.mask: None, names.causal: causal})
 
 
 class _Known:
@@ -105,7 +87,7 @@ class _Known:
         alike = _alike_dims(operands.values()) if shared else frozenset[int]()
         names = [name for name in item.results if name]
         nbytes = (self._nbytes(name, alike) for name in names)
-        if not _is_view(item.target) and max(nbytes, default=0) > LARGEST:
+        if not is_view(item.target) and max(nbytes, default=0) > LARGEST:
             return {}
         try:
             results = _run(item, {name: _once(value, alike) for name, value in operands.items()})
@@ -128,12 +110,6 @@ class _Known:
 def _is_plain(item: Operator) -> bool:
     """Whether an operator gives the same numbers at each call, of its operands alone."""
     return item.target.namespace == "aten" and is_repeatable(item.target)
-
-
-def _is_view(target: Any) -> bool:
-    """Whether the first result shares its operand's memory, where it can."""
-    returned = target._schema.returns
-    return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
 
 
 def _run(item: Operator, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
