@@ -225,15 +225,21 @@ def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
 def _alike(tensors: Iterable[Any]) -> bool:
     """Whether these are DTensors on a CPU, in full precision, and lie in the same way without gaps."""
     items = tuple(tensors)
+    return (
+        _lie_alike(items) and items[0]._local_tensor.is_cpu and items[0]._local_tensor.dtype in _FUSED_DTYPES
+    )
+
+
+def _lie_alike(items: tuple[Any, ...]) -> bool:
+    """Whether these are DTensors of one dtype and device whose parts lie in the same way without gaps."""
     if not all(isinstance(item, DTensor) for item in items):
         return False
     parts, placements = [item._local_tensor for item in items], items[0]._spec.placements
-    dtype = parts[0].dtype
+    dtype, device = parts[0].dtype, parts[0].device
     return (
-        dtype in _FUSED_DTYPES
-        and not any(placement.is_partial() for placement in placements)
+        not any(placement.is_partial() for placement in placements)
         and all(item._spec.placements == placements for item in items)
-        and all(part.dtype is dtype and part.is_cpu and part.is_contiguous() for part in parts)
+        and all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts)
     )
 
 
@@ -259,7 +265,7 @@ def _fused_adam(operator: Any, lists: tuple[Any, ...], options: Mapping[str, Any
     """Fused Adam on local parts; torch's way, which looks for a strategy first, where some lie otherwise."""
     *wide, steps = lists
     plain = not any(isinstance(value, DTensor) for value in (*steps, *options.values()))
-    if plain and all(map(_alike, zip(*(tensors for tensors in wide if tensors), strict=True))):
+    if plain and all(map(_lie_alike, zip(*(tensors for tensors in wide if tensors), strict=True))):
         operator(*([local(tensor) for tensor in tensors] for tensors in wide), steps, **options)
         return
     _own_steps.pop(operator)
