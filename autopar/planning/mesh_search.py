@@ -46,7 +46,7 @@ from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
-from autopar.solve.placement.symmetry import choose_named
+from autopar.solve.placement.symmetry import MANY, choose_named
 from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
@@ -106,6 +106,11 @@ class MeshProblem:
     def roles(self) -> Mapping[str, Member] | None:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are many operators of which hardly any are equal."""
+        return len(set(self.folding.class_of.values())) >= MANY
 
     def plain_prices(self) -> Prices:
         """The prices, without multipliers."""
