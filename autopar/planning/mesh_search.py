@@ -46,7 +46,7 @@ from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
-from autopar.solve.placement.symmetry import MANY, choose_named
+from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
@@ -66,6 +66,7 @@ CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as i
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 UNLIKE = 5e-3  # gap that blocks which are unlike may close
 MIXED = 3  # assignments, beside a step's own, that its operators may follow
+LONG = 1000  # unlike operators
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 
@@ -109,8 +110,8 @@ class MeshProblem:
 
     @property
     def is_long(self) -> bool:
-        """Whether there are many operators of which hardly any are equal."""
-        return len(set(self.folding.class_of.values())) >= MANY
+        """Whether there are so many unlike operators that planning takes most of a minute."""
+        return len(set(self.folding.class_of.values())) >= LONG
 
     def plain_prices(self) -> Prices:
         """The prices, without multipliers."""
