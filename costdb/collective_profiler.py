@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import TypeAlias
 
 import torch
@@ -77,10 +77,14 @@ def measure_collective(
         size=size,
         nodes=nodes,
         nbytes=share * size * DTYPE.itemsize,
-        seconds=quantiles(seconds, n=4, method="inclusive")[0],
+        seconds=_lower_quartile(seconds),
         runs=rows * row,
         spread=spread(seconds),
     )
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def _time(run: Callable[[], object], group: Group, device: torch.device, row: int) -> float:
@@ -142,7 +146,7 @@ class _Timed:
             size=dist.get_world_size(self.exchange.group),
             nodes=self.exchange.nodes,
             nbytes=self.exchange.nbytes,
-            seconds=median(found),
+            seconds=_lower_quartile(found),
             runs=len(found),
             spread=spread(found),
         )
@@ -154,8 +158,8 @@ def measure_in_rounds(
     *,
     budget: float = BUDGET_SECONDS,
 ) -> list[CollectiveMeasurement]:
-    """The median times of exchanges on CPUs, with `work` before each: round after round, each for about
-    `budget` seconds beside that. Every rank of the world calls it."""
+    """The times (lower quartiles) of exchanges on CPUs, with `work` before each: round after round, each for
+    about `budget` seconds beside that. Every rank of the world calls it."""
     timed = [_Timed(each) for each in exchanges]
     for _ in range(WARM_UPS):
         for each in timed:

@@ -34,6 +34,8 @@ from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
 from autopar.trace.custom_operator import title_of
 
+ROUNDING = 1e-12  # of sums in another order
+
 
 def report(
     step: Step,
@@ -152,7 +154,8 @@ def _communication(step: Step, compute: float, request: Request) -> float:
     """Seconds that a rank spends on communication in a step; with stages that of the average rank."""
     hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
     sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.exposed
-    repeated = max(0.0, step.cost.micro_batch - compute) + hops
+    beside = step.cost.micro_batch - compute
+    repeated = (beside if beside > ROUNDING * compute else 0.0) + hops
     return (request.micro_batches * repeated + sync) / request.pipeline_ranks
 
 

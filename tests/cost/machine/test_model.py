@@ -77,7 +77,8 @@ def test_collectives_between_nodes_belong_to_the_network_that_is_described(datab
     database.write_collectives(network_of(slow), [sent(10, 3.0)])
     assert CostModel.of(slow, database).collectives.points
     assert not CostModel.of(fast, database).collectives.points
-    assert network_of(ClusterSpec.local(2)) == network_of(ClusterSpec.local(2, cores=2))
+    gpus = replace_device(ClusterSpec.local(2))
+    assert network_of(gpus) == setting_of(gpus)
 
 
 def test_what_exchanges_took_in_a_row_is_no_price_of_a_step(database: Database) -> None:
