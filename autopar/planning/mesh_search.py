@@ -66,6 +66,7 @@ CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as i
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 UNLIKE = 5e-3  # gap that blocks which are unlike may close
 MIXED = 3  # assignments, beside a step's own, that its operators may follow
+LONG = 1000  # unlike operators
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 
@@ -106,6 +107,11 @@ class MeshProblem:
     def roles(self) -> Mapping[str, Member] | None:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are so many unlike operators that planning takes most of a minute."""
+        return len(set(self.folding.class_of.values())) >= LONG
 
     def plain_prices(self) -> Prices:
         """The prices, without multipliers."""

@@ -35,12 +35,13 @@ from autopar.results.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over, left
-from autopar.solve.placement.search import Solution
+from autopar.solve.placement.search import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
+LITTLE = 5e-3  # of a step: no other mesh of a long graph is solved to the end for less
 RUNNERS_UP = 2  # pure strategies whose operators are measured beside the winner's
 
 
@@ -288,11 +289,14 @@ class _Best:
 
 
 def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> _Best:
-    """The best step of all meshes; those on which nothing faster than what is found can be are left."""
+    """The best step of all meshes; those on which nothing faster than what is found can be are left, and in
+    long graphs those on which nothing much faster can be."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
+    passed = list[float]()  # seconds that no step takes less than on meshes that could gain but little
     for problem in problems:
-        limits = Limits(deadline, min([cutoff, *(step.seconds for _, step in found)]))
+        spared = 1 - LITTLE if problem.is_long else 1.0
+        limits = Limits(deadline, min([cutoff, *(spared * step.seconds for _, step in found)]))
         if found and is_over(deadline):
             failures.append(_too_late(problem))
             continue
@@ -301,11 +305,12 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
             found.append((problem, problem.plan(ask, limits)))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
+            passed += [limits.cutoff] if isinstance(error, CutoffError) and problem.is_long else []
     if not found:
         raise _worst(failures)
     fastest = min(found, key=lambda pair: pair[1].seconds)
     problem, step = fastest
-    others = [each.bound for other, each in found if other is not problem]
+    others = [*passed, *(each.bound for other, each in found if other is not problem)]
     if any(isinstance(error, SolverError) for error in failures):
         others.append(0.0)  # a mesh not solved in time leaves the gap open
     least = min(others, default=math.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.planning.apart import IN_VAIN
+from autopar.planning.ask import Limits
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
-from autopar.planning.search import search, unlike
+from autopar.planning.search import LITTLE, _best, search, unlike
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
+from autopar.solve.placement.search import check_cutoff
 from autopar.trace.export import Traced, trace
 from examples.characters import gpt
 from tests.planning.weight_bytes import weight_bytes
@@ -221,3 +224,37 @@ def test_meshes_that_are_looked_at_once_have_plans_that_cost_the_same(batch: int
     )
     assert one.step_seconds == pytest.approx(other.step_seconds, rel=1e-9)
     assert one.peak_bytes == other.peak_bytes
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A mesh of a long graph whose best step takes so many seconds, and the bound on all of its steps."""
+
+    seconds: float
+    bound: float
+    is_long: bool = True
+    cap: None = None
+    request: Any = Request()
+
+    def ask(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def plan(self, _: None, limits: Limits) -> Any:
+        check_cutoff(self.bound, limits.cutoff)
+        return Stepped(self.seconds, self.bound)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    seconds: float
+    bound: float
+
+
+def test_meshes_of_long_graphs_that_could_gain_but_little_are_left_and_the_gap_says_by_how_much() -> None:
+    first, other = Bounded(1.0, 1.0), Bounded(0.998, 0.997)
+    best = _best([first, other], None, math.inf)  # type: ignore[list-item]
+    assert best.problem is first and best.step.bound == 1.0 - LITTLE
+    exact = _best([first, replace(other, is_long=False)], None, math.inf)  # type: ignore[list-item]
+    assert exact.step == Stepped(0.998, 0.997)
+    less = _best([first, Bounded(0.99, 0.98)], None, math.inf)  # type: ignore[list-item]
+    assert less.step == Stepped(0.99, 0.98)

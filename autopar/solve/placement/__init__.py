@@ -11,6 +11,8 @@ direct_ways       of a tensor with one use, from layout to layout
 conversion_trees   of one with several uses, the cheapest tree
 choice_tables     the same costs as tables, by who makes and takes a tensor
 elimination       the cheapest program by these, of long, narrow graphs
+memory_tables     what bytes cost in these tables, at a price for each memory row
+capped_elimination   the cheapest program under a cap by these
 flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for

@@ -58,7 +58,11 @@ class End:
 
     def layout(self, taken: Sequence[int]) -> int:
         """The layout, by its number in the network, of the alternatives that are taken."""
-        return int(self.layouts[self.codes[0 if self.choice is None else taken[self.choice]]])
+        return int(self.layouts[self.number(taken)])
+
+    def number(self, taken: Sequence[int]) -> int:
+        """The place among `layouts` of the one of the alternatives that are taken."""
+        return int(self.codes[0 if self.choice is None else taken[self.choice]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +92,26 @@ class ChoiceTables(Problem):
     """The choices of a graph, each a list of variables of the program, and a table for each tensor.
 
     Raises WideError where an input's conversions are made at several times of a step (gather_phases.py), or
-    tables are too large. Neither a cap nor a price of memory is known here.
+    tables are too large. Neither a cap nor a price of memory is known here (memory_tables.py).
     """
 
-    def __init__(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        prices: Prices,
+        space: Space,
+        folding: Folding,
+        *,
+        cap: float | None = None,
+        offloads: bool = False,
+    ) -> None:
         self.routes: list[tuple[Mapping[Layout, Terms], list[Use], Flags]] = []
-        super().__init__(graph, prices, space, folding, cap=None)
+        super().__init__(graph, prices, space, folding, cap=cap, offloads=offloads)
         if self.regathered:
             raise WideError
         outputs = (list(variables.values()) for variables in self.output_layouts.values())
         self.choices = [*self.operators.x.values(), *outputs]
+        self.numbers = {name: number for number, name in enumerate(self.operators.x)}
         self.place = {
             variable: (choice, number)
             for choice, variables in enumerate(self.choices)
@@ -144,9 +158,14 @@ class ChoiceTables(Problem):
             codes[self.place[variable][1]] = code
         return End(choice, numbers, codes)
 
+    @property
+    def costs(self) -> Seconds:
+        """What each variable costs."""
+        return np.asarray(self.lp.costs)
+
     def tables(self) -> Iterator[Table]:
         """All tables, of choices and of tensors."""
-        costs = np.asarray(self.lp.costs)
+        costs = self.costs
         for choice, variables in enumerate(self.choices):
             yield Table((choice,), costs[variables])
         for number, (tensor, joint) in enumerate(zip(self.tensors, self.joints, strict=True)):
@@ -162,7 +181,7 @@ class ChoiceTables(Problem):
         for tensor, joint in zip(self.tensors, self.joints, strict=True):
             if isinstance(joint.made, Kept):
                 needs = [np.array([use.layout(taken)]) for use in joint.uses]
-                seconds = _from_layouts(tensor.network, needs, joint).ravel() + costs[joint.made.variables]
+                seconds = from_layouts(tensor.network, needs, joint).ravel() + costs[joint.made.variables]
                 best = int(joint.made.variables[seconds.argmin()])
                 found[tensor.name] = next(
                     stored for stored, variable in self.inputs[tensor.name].items() if variable == best
@@ -186,15 +205,15 @@ def conversions(network: Network, joint: Joint, costs: Seconds) -> Seconds:
     """Seconds of the cheapest conversions, by the number of each end's layout; `costs` are the variables'."""
     uses = [use.layouts for use in joint.uses]
     if isinstance(joint.made, End):
-        return _from_layouts(network, uses, joint)
+        return from_layouts(network, uses, joint)
     own = costs[joint.made.variables]
     if len(uses) > 1:
-        return np.asarray((_from_layouts(network, uses, joint).T + own).min(axis=-1).T)
+        return np.asarray((from_layouts(network, uses, joint).T + own).min(axis=-1).T)
     begun = np.full((len(network.layouts), 1), np.inf)
     np.minimum.at(begun[:, 0], joint.made.layouts, own)
     return np.asarray(settled(network, begun, joint.moves)[uses[0], 0])
 
 
-def _from_layouts(network: Network, uses: Sequence[Numbers], joint: Joint) -> Seconds:
+def from_layouts(network: Network, uses: Sequence[Numbers], joint: Joint) -> Seconds:
     """Seconds [layout, use, ...] of the cheapest trees from the layouts in which the tensor is made."""
     return tree_seconds(network, uses, joint.moves)[tuple(range(len(uses)))][joint.made.layouts]

@@ -200,6 +200,8 @@ def _cheapest(
         return None
     place = tensor.network.place
     seconds = _seconds_of_moves(problem, tensor, gathering, leads=False)
+    if gathering is Gathering.REGATHER:
+        seconds = seconds + np.where(tensor.network.gathers, tensor.network.forward, 0.0)
     return cheapest_tree(tensor.network, seconds, place[source], [place[need] for need in needs])
 
 

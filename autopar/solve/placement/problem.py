@@ -141,9 +141,13 @@ class Problem:
         self.tensors = self.wiring.classes(folding, prices.dims.atoms)
         uses = {tensor.name: self.add_tensor(tensor) for tensor in self.tensors}
         if cap is not None or memory_price.saved:
-            SavedVariables(self, uses)
+            self.save(uses)
         if cap is not None and cap < math.inf:
             self.memory.cap(cap)
+
+    def save(self, uses: Mapping[str, Sequence[Use]]) -> None:
+        """Add what is saved for backward."""
+        SavedVariables(self, uses)
 
     def under(self, prices: Prices) -> Self:
         """The program under other multipliers: operators and moves cost something else, and rows stay."""

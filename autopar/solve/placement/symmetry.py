@@ -25,6 +25,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
+from autopar.solve.placement.capped_elimination import eliminated_under
 from autopar.solve.placement.choice_tables import WideError
 from autopar.solve.placement.chosen import SUPPORT
 from autopar.solve.placement.elimination import eliminated
@@ -82,6 +83,22 @@ def choose_named(
         with contextlib.suppress(WideError):
             tables = programs.tables(graph, prices, *apart)
             return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
+    simple = recompute is not Recompute.ALL and offload is not Offload.ALL
+    if cap is not None and simple and (apart := unlike(graph, space, folding)):
+        with contextlib.suppress(WideError):
+            memory_tables = programs.memory_tables(
+                graph, prices, *apart, offloads=offload is not Offload.NONE
+            )
+            found, programs.row_prices = eliminated_under(
+                memory_tables,
+                cap,
+                recompute=recompute,
+                offload=offload,
+                start=programs.row_prices,
+                bounded=bounded,
+                cutoff=cutoff,
+            )
+            return found
     ask = partial(
         choose,
         graph,

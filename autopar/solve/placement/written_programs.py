@@ -17,6 +17,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.solve.placement.choice_tables import ChoiceTables, WideError
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE
+from autopar.solve.placement.memory_tables import UNPRICED, MemoryTables
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.space import Space
 
@@ -29,6 +30,8 @@ class WrittenPrograms:
     def __init__(self) -> None:
         self.known: dict[object, Problem] = {}
         self.known_tables: tuple[object, Space, ChoiceTables | None] | None = None
+        self.known_memory: tuple[object, Space, MemoryTables | None] | None = None
+        self.row_prices = UNPRICED  # the best that are known of bytes under a cap
 
     def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
         """Tables, made once for all multipliers as programs are; raises WideError where there are none."""
@@ -42,6 +45,22 @@ class WrittenPrograms:
             self.known_tables = key, space, None  # whose strategies stay, and so their identities
             tables = ChoiceTables(graph, prices, space, folding)
         self.known_tables = key, space, tables
+        return tables
+
+    def memory_tables(
+        self, graph: Graph, prices: Prices, space: Space, folding: Folding, *, offloads: bool
+    ) -> MemoryTables:
+        """Tables in which bytes have a price, made once as well."""
+        key = _content(space), offloads
+        if self.known_memory is not None and self.known_memory[0] == key:
+            _, _, known = self.known_memory
+            if known is None:
+                raise WideError
+            tables = known.under(prices)
+        else:
+            self.known_memory = key, space, None
+            tables = MemoryTables(graph, prices, space, folding, offloads=offloads)
+        self.known_memory = key, space, tables
         return tables
 
     def problem(self, graph: Graph, prices: Prices, space: Space, folding: Folding, **how: Any) -> Problem:

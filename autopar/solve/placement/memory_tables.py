@@ -1,0 +1,381 @@
+"""Tables of what a program costs where bytes have a price, and the bytes that its choices hold.
+
+    held <= cap            when backward begins, less the gradients that come later
+    at the end <= cap      state and gradients, when backward ends
+
+Each of these rows has a price of its own (`RowPrices`). State is held by how an input is kept, which nothing
+else depends on; what is saved for backward by how a tensor is made and taken: once for all that save it in
+one layout. Of a storage only one view is counted, and none where it may be saved beside its views: bytes are
+no more than those of the integer program's rows (saved_variables.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autopar.convert.network import Flags, Numbers, Seconds
+from autopar.core.gathering import Gathering
+from autopar.core.graph import Graph
+from autopar.core.placement import Layout
+from autopar.cost.operators.prices import Prices
+from autopar.solve.linear_program import Terms
+from autopar.solve.placement.choice_tables import (
+    MOST_SUMS,
+    MOST_USES,
+    ChoiceTables,
+    End,
+    Joint,
+    Kept,
+    Table,
+    WideError,
+    from_layouts,
+    table_of,
+)
+from autopar.solve.placement.direct_ways import distances
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.gather_phases import Phase
+from autopar.solve.placement.operator_variables import value_of
+from autopar.solve.placement.problem import Stored
+from autopar.solve.placement.space import Space
+from autopar.solve.placement.tensor_classes import TensorClass, Use
+
+
+@dataclass(frozen=True, slots=True)
+class RowPrices:
+    """Seconds that a byte costs which is `held` when backward begins, and one that `rests` when it ends."""
+
+    held: float = 0.0
+    rests: float = 0.0
+
+    @property
+    def sum(self) -> float:
+        return self.held + self.rests
+
+
+UNPRICED = RowPrices()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What choices take, and the bytes of both rows."""
+
+    seconds: float
+    held: float
+    rests: float
+
+    @property
+    def most(self) -> float:
+        """The bytes of the row that has more."""
+        return max(self.held, self.rests)
+
+    def at(self, prices: RowPrices, cap: float) -> float:
+        """Seconds, and what bytes beyond the cap cost; less than nothing if there are fewer."""
+        return self.seconds + prices.held * (self.held - cap) + prices.rests * (self.rests - cap)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An alternative of each choice, and for each tensor that is an input how it is kept, by number."""
+
+    taken: Sequence[int]
+    kept: Mapping[int, int]
+
+
+class MemoryTables(ChoiceTables):
+    """Choice tables with what bytes cost; weights may be regathered.
+
+    Raises WideError as these do, and where a weight that may be regathered has several uses.
+    """
+
+    def __init__(
+        self, graph: Graph, prices: Prices, space: Space, folding: Folding, *, offloads: bool
+    ) -> None:
+        self.again: dict[str, Flags] = {}  # moves of weights that are regathered
+        super().__init__(graph, prices, space, folding, cap=math.inf, offloads=offloads)
+        count = len(self.lp.costs)
+        later = _summed(self.memory.gradients, count)
+        self.held_bytes = _summed(self.memory.held, count) - later
+        self.resting_bytes = _summed(self.memory.resting, count)
+        self.joints, self.saved_flags = self._with_savers()
+        self.nbytes = [
+            self._saved_bytes(tensor, joint, saves)
+            for tensor, joint, saves in zip(self.tensors, self.joints, self.saved_flags, strict=True)
+        ]
+
+    def save(self, uses: Mapping[str, Sequence[Use]]) -> None:
+        """Write no rows: tables say what is saved."""
+
+    def add_tensor(self, tensor: TensorClass) -> list[Use]:
+        """Note where a tensor is made and used."""
+        starts, uses, taken = self.routed(tensor)
+        phases = {phase for _, phase in starts}
+        if len(uses) > MOST_USES or not phases <= {Phase.EVERY, Phase.REGATHER}:
+            raise WideError
+        if Phase.REGATHER in phases:
+            if len(uses) > 1:
+                raise WideError
+            self.again[tensor.name] = taken[0][Phase.REGATHER]
+        none = np.zeros(len(tensor.network.source), dtype=np.bool_)
+        moves = np.logical_or.reduce([each.get(Phase.EVERY, none) for each in taken])
+        if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
+            raise WideError
+        made: dict[Layout, Terms] = {}
+        for (layout, _), terms in starts.items():
+            made.setdefault(layout, []).extend(terms)
+        self.routes.append((made, uses, moves))
+        return uses
+
+    # -- what is saved ----------------------------------------------------------------------------------
+
+    def _with_savers(self) -> tuple[list[Joint], list[list[Flags]]]:
+        """The joints, in which layouts are told apart by whether the end saves the tensor, and that."""
+        joints, saves = list[Joint](), list[list[Flags]]()
+        for tensor, joint, (_, uses, _) in zip(self.tensors, self.joints, self.routes, strict=True):
+            ends, flags = list[End](), list[Flags]()
+            for end, use in zip(joint.uses, uses, strict=True):
+                known = self._savers(use.consumer, use.position, of="operands") if use.consumer else None
+                told, saved = _told_apart(end, known)
+                ends.append(told)
+                flags.append(saved)
+            made = joint.made
+            if isinstance(made, End):
+                operation, index = self.wiring.makers[tensor.name]
+                made, saved = _told_apart(made, self._savers(operation.name, index, of="results"))
+                flags.insert(0, saved)
+            joints.append(replace(joint, made=made, uses=tuple(ends)))
+            saves.append(flags)
+        return joints, saves
+
+    def _savers(self, name: str, position: int, *, of: str) -> Flags:
+        """Which strategies of an operator save one of its operands, or results."""
+        operation = self.operators.by_name[name]
+        saved = (self.prices.plain(operation, each).saved for each in self.space.strategies[name])
+        return np.array([position in (each.operands if of == "operands" else each.results) for each in saved])
+
+    def _saved_bytes(self, tensor: TensorClass, joint: Joint, saves: Sequence[Flags]) -> Seconds:
+        """Bytes [made or kept, use, ...] that are saved of a tensor, by the numbers of ends' layouts."""
+        ends = list(joint.ends)
+        lengths = [len(end.layouts) for end in ends]
+        if isinstance(joint.made, Kept):
+            lengths = [len(joint.made.layouts), *lengths]
+        found = np.zeros(lengths)
+        if tensor.name in self.wiring.makers and tensor.name not in self.counted:
+            return found
+        values = self._values(tensor)
+        sizes = np.array([self._size(tensor.name, layout) for layout in values])
+        numbers = [
+            _along(self._codes(tensor, end.layouts, values), lengths, dim)
+            for dim, end in enumerate(ends, len(lengths) - len(ends))
+        ]
+        flags = [_along(saved, lengths, dim) for dim, saved in enumerate(saves, len(lengths) - len(ends))]
+        own = np.zeros([1] * len(lengths), dtype=np.bool_)
+        for place, (number, saved) in enumerate(zip(numbers, flags, strict=True)):
+            new = saved & ~own
+            for before, other in zip(numbers[:place], flags[:place], strict=True):
+                new = new & ~(other & (before == number))
+            if isinstance(joint.made, Kept) and self.wiring.at_rest(tensor.name):
+                stored = self._codes(tensor, joint.made.layouts, values)
+                spared = _along(self._regathered(tensor, joint.made), lengths, 0)
+                new = new & ~spared & (_along(stored, lengths, 0) != number)
+            found += np.where(new, sizes[number], 0.0)
+        return found
+
+    def _values(self, tensor: TensorClass) -> dict[Layout, int]:
+        values = (value_of(layout, self.alike) for layout in tensor.network.layouts)
+        return {layout: number for number, layout in enumerate(dict.fromkeys(values))}
+
+    def _codes(self, tensor: TensorClass, layouts: Numbers, values: Mapping[Layout, int]) -> Numbers:
+        own = tensor.network.layouts
+        return np.array([values[value_of(own[number], self.alike)] for number in layouts], dtype=np.intp)
+
+    def _size(self, name: str, layout: Layout) -> int:
+        """Bytes that are held at least where the tensor is saved: fewer than its own if its maker expands."""
+        if not self.prices.dims.legal(name, layout):
+            return 0
+        nbytes = self.prices.local_bytes(name, layout)
+        if name not in self.wiring.makers:
+            return nbytes
+        operation, index = self.wiring.makers[name]
+        return min(nbytes, self.operators.storage_sizes(operation.name, index).get(layout, nbytes))
+
+    @cached_property
+    def counted(self) -> frozenset[str]:
+        """The tensors, of those that operators make, whose saved bytes count: one of each storage."""
+        if self.offloads:
+            return frozenset()
+        found = dict[str, str]()
+        saved = {name for name in self.wiring.makers if self._is_saved(name)}
+        for name in self.wiring.makers:
+            base = self._storage(name, saved) if name in saved else None
+            if base is not None:
+                found.setdefault(base, name)
+        return frozenset(found.values())
+
+    def _storage(self, name: str, saved: set[str]) -> str | None:
+        """The tensor in whose storage one lies, if nothing else of that is saved but its views."""
+        while (base := self._viewed(name)) is not None:
+            if base not in self.wiring.makers or base in saved:
+                return None
+            if self.graph.specs[name].nbytes > self.graph.specs[base].nbytes:
+                return None
+            name = base
+        return name if self._owns(name) else None
+
+    def _aliases(self, name: str) -> set[int | None]:
+        operation, index = self.wiring.makers[name]
+        strategies = self.space.strategies[operation.name]
+        return {self.prices.plain(operation, each).saved.aliases[index] for each in strategies}
+
+    def _viewed(self, name: str) -> str | None:
+        """The operand of which a tensor is a view under all strategies."""
+        aliases = self._aliases(name)
+        place = next(iter(aliases))
+        return (
+            self.wiring.makers[name][0].operands[place] if len(aliases) == 1 and place is not None else None
+        )
+
+    def _owns(self, name: str) -> bool:
+        """Whether a tensor has a storage of its own under all strategies."""
+        return self._aliases(name) == {None}
+
+    def _is_saved(self, name: str) -> bool:
+        """Whether some operator saves a tensor under some strategy."""
+        maker, index = self.wiring.makers[name]
+        return bool(self._savers(maker.name, index, of="results").any()) or any(
+            self._savers(item.name, position, of="operands").any()
+            for item, position in self.wiring.uses[name]
+        )
+
+    # -- tables -----------------------------------------------------------------------------------------
+
+    def _regathered(self, tensor: TensorClass, made: Kept) -> Flags:
+        again = {
+            variable for (_, way), variable in self.inputs[tensor.name].items() if way is Gathering.REGATHER
+        }
+        return np.array([variable in again for variable in made.variables.tolist()])
+
+    def seconds(self, number: int) -> Seconds:
+        """Seconds [made or kept, use, ...] of a tensor's conversions."""
+        tensor, joint = self.tensors[number], self.joints[number]
+        known, found = self.known.get(number, (None, np.empty(0)))
+        if known is not tensor.network:
+            found = self._seconds(tensor, joint)
+            self.known[number] = tensor.network, found
+        return found
+
+    def _seconds(self, tensor: TensorClass, joint: Joint) -> Seconds:
+        network, uses = tensor.network, [use.layouts for use in joint.uses]
+        every = from_layouts(network, uses, joint)
+        if tensor.name not in self.again or not isinstance(joint.made, Kept):
+            return every
+        backward = np.where(network.gathers, network.forward, 0.0) if self._use_saves(tensor.name) else 0.0
+        other = replace(network, seconds=network.seconds + backward)
+        again = distances(other, uses[0], self.again[tensor.name], backward=True)[joint.made.layouts]
+        return np.where(self._regathered(tensor, joint.made)[:, None], again, every)
+
+    def _use_saves(self, name: str) -> bool:
+        """Whether some operator that takes a tensor saves it under some strategy."""
+        uses = self.wiring.uses[name]
+        return any(self._savers(item.name, position, of="operands").any() for item, position in uses)
+
+    def priced_tables(self, prices: RowPrices, *, recomputes: bool) -> Iterator[Table]:
+        """All tables at prices of bytes; with `recomputes` what is saved costs no more than to compute it
+        again, which is less than any plan that does so takes."""
+        costs = self.priced_costs(prices)
+        own = self.costs if recomputes else costs
+        for choice, variables in enumerate(self.choices):
+            yield Table((choice,), own[variables])
+        for number, joint in enumerate(self.joints):
+            yield self._table(number, joint, costs, prices.held, recomputes=recomputes)
+
+    def priced_costs(self, prices: RowPrices) -> Seconds:
+        """What each variable costs, its bytes among that."""
+        return self.costs + prices.held * self.held_bytes + prices.rests * self.resting_bytes
+
+    def _table(self, number: int, joint: Joint, costs: Seconds, price: float, *, recomputes: bool) -> Table:
+        seconds, saved = self.seconds(number), price * self.nbytes[number]
+        if isinstance(joint.made, Kept):
+            own = costs[joint.made.variables].reshape([-1] + [1] * (seconds.ndim - 1))
+            return table_of(joint, (seconds + saved + own).min(axis=0))
+        if not recomputes or not saved.any():
+            return table_of(joint, seconds + saved)
+        moved, held = table_of(joint, seconds), table_of(joint, saved)
+        return Table(moved.choices, moved.costs + np.minimum(held.costs, self._again(number, moved)))
+
+    def _again(self, number: int, table: Table) -> Seconds:
+        """The part of computing its operator again that falls to one of its results, by the table's dims."""
+        operation, _ = self.wiring.makers[self.tensors[number].name]
+        count, choice = len(list(filter(None, operation.results))), self.numbers[operation.name]
+        if self._viewed(self.tensors[number].name) is not None:
+            return np.zeros(())
+        own = np.array(
+            [self.prices.plain(operation, each).recompute for each in self.space.strategies[operation.name]]
+        )
+        return own.reshape([-1 if each == choice else 1 for each in table.choices]) / count
+
+    # -- choices ----------------------------------------------------------------------------------------
+
+    def chosen(self, taken: Sequence[int], prices: RowPrices) -> Chosen:
+        """The alternatives that are taken, with the best way of keeping each input beside them."""
+        kept, costs = {}, self.priced_costs(prices)
+        for number, joint in enumerate(self.joints):
+            if isinstance(joint.made, Kept):
+                place: Any = (slice(None), *(end.number(taken) for end in joint.uses))
+                saved = prices.held * self.nbytes[number][place]
+                kept[number] = int(
+                    (costs[joint.made.variables] + self.seconds(number)[place] + saved).argmin()
+                )
+        return Chosen(taken, kept)
+
+    def totals(self, chosen: Chosen) -> Totals:
+        """What choices cost, and hold."""
+        costs, taken = self.costs, chosen.taken
+        own = [variables[each] for variables, each in zip(self.choices, taken, strict=True)]
+        seconds, held, rests = costs[own].sum(), self.held_bytes[own].sum(), 0.0
+        for number, joint in enumerate(self.joints):
+            place: tuple[int, ...] = tuple(end.number(taken) for end in joint.ends)
+            if isinstance(joint.made, Kept):
+                variable = joint.made.variables[chosen.kept[number]]
+                place = (chosen.kept[number], *place)
+                seconds += costs[variable]
+                held += self.held_bytes[variable]
+                rests += self.resting_bytes[variable]
+            seconds += self.seconds(number)[place]
+            held += self.nbytes[number][place]
+        return Totals(float(seconds), float(held), float(rests))
+
+    def stored_ways(self, chosen: Chosen) -> dict[str, Stored]:
+        """How each input is kept."""
+        found = dict[str, Stored]()
+        for number, kept in chosen.kept.items():
+            made, name = self.joints[number].made, self.tensors[number].name
+            assert isinstance(made, Kept)
+            ways = {variable: stored for stored, variable in self.inputs[name].items()}
+            found[name] = ways[int(made.variables[kept])]
+        return found
+
+
+def _summed(terms: Terms, count: int) -> Seconds:
+    found = np.zeros(count)
+    for amount, variable in terms:
+        found[variable] += amount
+    return found
+
+
+def _told_apart(end: End, flags: Flags | None) -> tuple[End, Flags]:
+    """The end with its layouts told apart by a flag of each alternative, and the flag of each of these."""
+    if flags is None or end.choice is None:
+        return end, np.zeros(len(end.layouts), dtype=np.bool_)
+    kinds, codes = np.unique(2 * end.codes + flags, return_inverse=True)
+    return End(end.choice, end.layouts[kinds // 2], codes.astype(np.intp)), kinds % 2 == 1
+
+
+def _along(values: Numbers | Flags, lengths: Sequence[int], dim: int) -> Numbers | Flags:
+    """The values along one dim of as many as there are lengths."""
+    return values.reshape([-1 if each == dim else 1 for each in range(len(lengths))])
