@@ -75,13 +75,15 @@ def decide_all(
     failures: list[AutoparError] = []
     apart = Apart(measured=request.measure and screen.model.here)
     looked_at: list[Choice] = []
+    left_out: list[Choice] = []
     while choice := _next(choices, looked_at, apart, screen.cap):
         looked_at.append(choice)
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
         is_fewest = choice is _simplest(_few(choices, apart, screen.cap), screen.cap)
         is_fewest = is_fewest and all(each.request.pipeline_ranks > choice.ranks for each in found)
         if not is_fewest and choice.seconds >= room * fastest:
-            continue  # plans are hardly faster than their estimates
+            left_out.append(choice)  # plans are hardly faster than their estimates
+            continue
         if found and is_over(deadline):
             break
         is_plain = choice.ranks == choice.micro_batches == 1
@@ -117,7 +119,8 @@ def decide_all(
     others = [each for each in found if each.step.seconds < best.step.seconds]
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
-    return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
+    rows = [apart.passed(each, best) for each in others] or apart.left_out(left_out, best, screen.cap)
+    return replace(best, notes=notes, passed=tuple(rows))
 
 
 def _once(graph_of: GraphOf) -> GraphOf:

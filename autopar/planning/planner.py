@@ -30,6 +30,7 @@ from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
 from autopar.planning.search import Decision, beside, decide, finish, search
+from autopar.planning.told_graphs import PartGraphs
 from autopar.results.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.solve.deadline import after, left
@@ -127,9 +128,7 @@ class Planner:
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
 
-        def graph_of(count: int) -> Graph:
-            if count == 1:
-                return only_loss(whole)
+        def trace_of(count: int) -> Graph:
             traced = parts.traced(count)
             if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
                 raise TraceError(
@@ -140,10 +139,21 @@ class Planner:
                 )
             return traced.graph
 
+        part_graphs = PartGraphs(trace_of, parts.as_one, parts.size)
+
+        def graph_of(count: int) -> Graph:
+            return only_loss(whole) if count == 1 else part_graphs(count)
+
         only_a_loss = whole.outputs == (whole.loss,)
         at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
 
         def decide_from(least: int, at_once: Graph | None = None) -> Decision:
+            decision = decide_once(least, at_once)
+            if part_graphs.stands(decision.request.micro_batches):
+                return decision
+            return decide_once(least, at_once)
+
+        def decide_once(least: int, at_once: Graph | None) -> Decision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
