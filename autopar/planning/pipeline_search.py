@@ -32,6 +32,7 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
+SLOWER = 1.5  # times its estimate that a plan with stages may come out; one without is about as fast
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 
 
@@ -187,7 +188,9 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
     simplest = min(alike, key=complexity, default=taken[0])
-    return [simplest, *(each for each in taken if each is not simplest)]
+    # What stages must beat is planned first, unless they promise so much that it decides nothing.
+    first = [each for each in fitting if each.ranks == 1 and each.seconds <= SLOWER * fitting[0].seconds][:1]
+    return list(dict.fromkeys([*first, simplest, *taken]))
 
 
 def _divisors(number: int) -> list[int]:
