@@ -124,7 +124,12 @@ class TraceError(InputError):
 
 
 class ValuesAskedError(TraceError):
-    """A number or size in forward depends on values of tensors."""
+    """A number or size in forward depends on values of tensors.
+
+    `inputs` are the paths of the arguments that these follow from; empty where that isn't of inputs alone.
+    """
+
+    inputs: frozenset[str] = frozenset()
 
 
 class RuleError(AutoparError):

@@ -20,7 +20,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners
-from autopar.cost.machine.model import is_here, setting_of
+from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
 from autopar.planning.request import Request
@@ -147,7 +147,7 @@ def _store(
 ) -> Profile:
     """On rank 0: write the collectives, measure operators beside each other, and plan."""
     with Database.open(job.database) as database:
-        database.write_collectives(setting, collectives)
+        database.write_collectives(network_of(job.cluster), collectives)
         empty = Profile(job.database, setting, tuple(collectives), 0, None)
         if job.source is None:
             return empty

@@ -125,7 +125,8 @@ class Graph:
     """A traced model.
 
     `outputs` are the tensors that leave the graph; `writes` says which buffer takes which tensor
-    at the end of the step (`num_batches_tracked`).
+    at the end of the step (`num_batches_tracked`). `beside` are bytes of structure, of whose values it is
+    made and which caller and model hold beside it.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -135,6 +136,7 @@ class Graph:
     writes: tuple[tuple[str, str], ...] = ()
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
+    beside: int = 0
     decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
     derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
 

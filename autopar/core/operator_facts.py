@@ -43,6 +43,19 @@ class HiddenWrites:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionArguments:
+    """Names of attention's arguments: a mask of scores, the flag that stands for one which hides every key
+    after a query's own place, the part of weights that is dropped, and the flag for heads that share keys."""
+
+    key: str
+    value: str
+    mask: str
+    causal: str
+    dropout: str
+    grouped: str
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Answers about one overload; the defaults hold for an operator of which nothing is declared."""
 
@@ -63,6 +76,8 @@ class Facts:
     changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments
     expands_each: bool = False  # gives each of its operands, alike in shape
     skips_empty: bool = False  # joins a list of tensors, the empty ones of which may be left out
+    elementwise: bool = False  # gives one element of one element of each operand, which broadcast
+    attention: AttentionArguments | None = None
     only_moves: bool = False  # moves or renames elements: rounding may come before or after it
     casts_on_cuda: bool | None = None  # what autocast does there, where no device is there to be asked
     casts_inside: bool = False  # autocast rounds between its parts on all devices, which no operand shows

@@ -68,8 +68,13 @@ class Multiplication:
 
 @dataclass(frozen=True, slots=True)
 class FusedScores:
-    """Fused attention: so many scores, of keys of `key` and values of `value` elements."""
+    """Fused attention: in each head (of each sample) queries times keys, of `key` elements, and values of
+    `value`. A causal mask takes no memory, one that is `masked` is read."""
 
-    count: float
+    heads: int
+    queries: int
+    keys: int
     key: int
     value: int
+    causal: bool = False
+    masked: bool = False

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.core.operator_facts import declare
+from autopar.core.operator_facts import AttentionArguments, declare
 from autopar.core.placement import Shard
 from autopar.core.strategy import Option
 from autopar.core.work import Flops, FusedScores, SizedCall
@@ -191,10 +191,18 @@ def _flops(call: SizedCall) -> Flops:
 
 def _scores(call: SizedCall) -> FusedScores:
     q, k, v = call.operands[:3]
-    args = call.call.args
-    causal = call.call.kwargs.get("is_causal", args[_CAUSAL] if len(args) > _CAUSAL else False)
-    count = q.numel // q.shape[-1] * k.shape[-2] / (2 if causal else 1)
-    return FusedScores(count, q.shape[-1], v.shape[-1])
+    args, kwargs = call.call.args, call.call.kwargs
+    causal = kwargs.get("is_causal", args[_CAUSAL] if len(args) > _CAUSAL else False)
+    queries, width = q.shape[-2:]
+    return FusedScores(
+        heads=q.numel // (queries * width),
+        queries=queries,
+        keys=k.shape[-2],
+        key=width,
+        value=v.shape[-1],
+        causal=bool(causal),
+        masked=len(call.operands) > 3,
+    )
 
 
 def _fused(
@@ -213,3 +221,7 @@ def _fused(
 
 declare(aten.scaled_dot_product_attention, flops=_flops, products=_scores)
 declare(aten.scaled_dot_product_attention, chooses_by_device=True, on_gpu=_fused)
+declare(
+    aten.scaled_dot_product_attention,
+    attention=AttentionArguments("key", "value", "attn_mask", "is_causal", "dropout_p", "enable_gqa"),
+)

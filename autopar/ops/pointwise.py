@@ -192,6 +192,7 @@ def _drops(args: Sequence[Any]) -> bool:
     return bool(args[1] and args[2])
 
 
+declare(*Pointwise.targets, elementwise=True)
 declare(
     *(aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy, aten.positive),
     *(aten.to, aten._to_copy, aten.dropout),

@@ -2,6 +2,7 @@
 
 sum    "n s+ -> n"     a partial sum leaves, for whoever needs it to add up
 mean   "n s+ -> n"     the local sum over the *global* count
+histc  "s+ -> b"       counts of parts add up where bins are given
 others "n s. -> n"     (extrema, moments, norms, sorts, scans) want the reduced dims whole
 """
 
@@ -91,6 +92,24 @@ class Mean(_Adding):
         yield Sample(aten.mean.dim, (x, [1], True))
         yield Sample(aten.mean.dim, (x, None))
         yield Sample(aten.mean.default, (torch.arange(6),), {"dtype": torch.float64})
+
+
+@register
+class Histogram(Rule):
+    """Counts by bins; where the call gives no bounds they are those of all elements."""
+
+    targets = (aten.histc.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        labels = tuple(f"d{dim}" for dim in range(len(op.shape())))
+        kind = Kind.CONTRACTED if op["min"] < op["max"] else Kind.WHOLE
+        return Equation((labels,), ((None,),), dict.fromkeys(labels, kind))
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(3, 5)
+        yield Sample(aten.histc.default, (x, 4, -1.0, 1.5))
+        yield Sample(aten.histc.default, (x, 4))
+        yield Sample(aten.histc.default, (torch.arange(6.0) % 3, 3, 0, 2))
 
 
 @register
@@ -202,4 +221,4 @@ declare(aten.sum, sum_of=1)
 declare(aten.mean, is_mean=True)
 declare(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, is_moment=True)
 declare(aten.var_mean.correction, aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, is_moment=True)
-declare(aten.argmax, aten.argmin, has_gradient=False)
+declare(aten.argmax, aten.argmin, aten.histc, has_gradient=False)

@@ -238,7 +238,7 @@ class PlacementOptions(TypedDict, total=False):
             words=(int, str),
             types=(object,),  # refused by the flag's name
             read=partial(read_count, "--micro-batches"),
-            help="Parts of the batch that follow each other; 1 with --force, else auto.",
+            help="Parts of the batch that follow each other; without, auto.",
             more="A step is cut in time, which asks for train_step.",
         ),
     ]

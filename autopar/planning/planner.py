@@ -128,18 +128,7 @@ class Planner:
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
 
-        def trace_of(count: int) -> Graph:
-            traced = parts.traced(count)
-            if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
-                raise TraceError(
-                    where="micro-batches",
-                    found=f"{count} of them: {traced.cutting.change}",
-                    wanted="parts of the batch that are computed as it is",
-                    remedy="choose fewer micro-batches",
-                )
-            return traced.graph
-
-        part_graphs = PartGraphs(trace_of, parts.as_one, parts.size)
+        part_graphs = PartGraphs(partial(_part_graph, parts), parts.as_one, parts.size)
 
         def graph_of(count: int) -> Graph:
             return only_loss(whole) if count == 1 else part_graphs(count)
@@ -333,6 +322,20 @@ class Planner:
         """The micro-batches of a call, whose graph is `whole` if it is known."""
         call = partial(self.trace_whole, model)
         return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
+
+
+def _part_graph(parts: Parts, count: int) -> Graph:
+    """The traced graph of one of `count` parts; raises TraceError for what alone isn't computed as the batch
+    is."""
+    traced = parts.traced(count)
+    if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
+        raise TraceError(
+            where="micro-batches",
+            found=f"{count} of them: {traced.cutting.change}",
+            wanted="parts of the batch that are computed as it is",
+            remedy="choose fewer micro-batches",
+        )
+    return traced.graph
 
 
 def check_lengths(parts: Parts, plan: Plan) -> None:

@@ -260,13 +260,10 @@ def _numbers(
     """Pipeline ranks and micro-batches, None where they are to be chosen; `values` are what was read."""
     mesh, ranks, count = values["mesh"], values["stages"], values["micro_batches"]
     pure = options.force == PIPELINE
-    unsaid = 1 if options.force and not pure else None
     if ranks is None and mesh and cluster.num_devices % mesh.num_devices == 0:
         ranks = cluster.num_devices // mesh.num_devices
-    elif options.stages is None:
-        ranks = unsaid
-    if options.micro_batches is None:
-        count = unsaid
+    elif options.stages is None and options.force and not pure:
+        ranks = 1
     if pure and ranks not in (None, 1, cluster.num_devices):
         raise InputError(
             where="--stages",

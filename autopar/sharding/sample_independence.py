@@ -253,12 +253,14 @@ class SampleFlow:
         """What becomes of rows that are sorted here, or were; None where there are none."""
         marks, known = [_told(value) for value in given], self.sorted_rows
         if not any(marks):
-            is_rows = bool(given) and given[0].role is Role.ROWS and given[0].scale is None
+            keys = given[known.place_of_keys(item) or 0] if given else None
+            is_rows = keys is not None and keys.role is Role.ROWS and keys.scale is None
             sorting = known.sorting(item) if is_rows and self._is_outermost(item.operands[0]) else None
             if sorting is None and is_rows and (counts := known.counted(item)):
                 sorting = (counts,)
             return None if sorting is None else [self._in_order(item, mark) for mark in sorting]
-        others = {value.role for value in given if not value.sorted}
+        ones = 2 if known.place_of_keys(item) == 1 else None  # that a count adds up
+        others = {value.role for place, value in enumerate(given) if not value.sorted and place != ones}
         fetched = known.fetched(item, marks)
         if fetched and others == {Role.ROWS} and given[0].scale is None:
             return [self._in_order(item, fetched if self._is_outermost(item.operands[0]) else None)]

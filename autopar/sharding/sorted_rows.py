@@ -3,7 +3,7 @@
     keys      6 rows choose experts       1 0 1 | 0 0 1      two samples of three rows
     order     keys.sort()                 1 3 4 0 2 5        which row is where
     rows      x[order]                    each is one of its own sample, by whose key it lies in a group
-    ends      keys.histc().cumsum(0)      3 6                where groups end, of keys sorted or not
+    ends      keys.histc().cumsum(0)      3 6                ends of groups, of keys in any order; or bincount
     products  grouped_mm(rows, w, ends)   each row by the matrix of its own key
     back      rows[places], or zeros.index_put([order], rows), index_add
 
@@ -78,13 +78,26 @@ class SortedRows:
 
     def counted(self, item: Operator) -> Sorted | None:
         """What a count of keys as they lie is, which are sorted somewhere: that of these, sorted."""
-        if item.target is not aten.histc.default:
+        place = self.place_of_keys(item)
+        if place is None:
             return None
-        sort = self._sorts_of.get(self._keys(item.operands[0]))
+        sort = self._sorts_of.get(self._keys(item.operands[place]))
         return Sorted(Order.COUNTS, sort) if sort and self._counts_all(item, sort) else None
+
+    def place_of_keys(self, item: Operator) -> int | None:
+        """Which operand an operator counts the values of, if it counts: by bins, or by adding up ones."""
+        if item.target is aten.histc.default:
+            return 0
+        if item.target is not aten.index_add.default or item.args[1] != 0 or item.kwargs:
+            return None
+        makers = [self.makers.get(item.operands[place]) for place in (0, 2)]
+        adds = [each and each.target for each in makers] == [aten.zeros.default, aten.ones.default]
+        return 1 if adds and len(self.shape(item.operands[0])) == 1 else None
 
     def numbers(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
         """What becomes of orders, keys, and counts by operators that only number or count rows."""
+        if self.place_of_keys(item) == 1 and not given[0] and not given[2]:
+            given = given[1:2]
         first, rest = given[0], given[1:]
         if first is None or any(rest):
             return self._inverse(item, given)
@@ -157,12 +170,14 @@ class SortedRows:
 
     def _counts_all(self, item: Operator, sort: str) -> bool:
         """Whether each key is counted: none lies beside the bins."""
-        if item.target is not aten.histc.default:
+        place, choices = self.place_of_keys(item), self._number_of_keys(sort)
+        if place is None or choices is None:
             return False
+        if place == 1:
+            return choices <= self.shape(item.operands[0])[0]
         found = Instance(item, self.graph.specs)
         bins = int(found["bins"])
-        choices = self._number_of_keys(sort)
-        return choices is not None and choices <= bins and (found["min"], found["max"]) == (0, bins - 1)
+        return choices <= bins and (found["min"], found["max"]) == (0, bins - 1)
 
     def _number_of_keys(self, sort: str) -> int | None:
         """Among how many things the keys chose that were sorted, if they are choices."""

@@ -19,12 +19,16 @@ grouped_products     products of groups of rows with a matrix for each
 routed_products      the same of rows where they lie, each with the matrix that it chooses
 sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
+known_masks          masks of attention that hide nothing, or what comes later
+grouped_heads        keys that heads share, not spread over them
+attention_calls      calls of attention by the names of arguments
 autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
 spread_out           copies of expanded tensors, which stay
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 input_values         what forward decides by values of its inputs
+asked_inputs         of which inputs a trace failed to know values
 module_state         what a forward changes in its modules
 shared_memory        parameters and buffers that are reached past the model
 torch_checks         what torch's own Python decides by values

@@ -22,6 +22,7 @@ from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
+from autopar.trace.asked_inputs import AskedInputs, Sources
 from autopar.trace.attribute_reads import reading
 from autopar.trace.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
 from autopar.trace.call_signature import (
@@ -42,7 +43,9 @@ from autopar.trace.custom_backwards import caught
 from autopar.trace.devices import beside, devices_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
+from autopar.trace.grouped_heads import with_grouped_heads
 from autopar.trace.input_values import InputValues
+from autopar.trace.known_masks import with_known_masks
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
@@ -57,6 +60,7 @@ from autopar.trace.structure import (
     holding,
     may_be_edges,
     own_names,
+    parts_of,
     refuse_sparse_operators,
     said_structure,
     sparse_structure,
@@ -115,6 +119,7 @@ class _Flat(nn.Module):
         known: Known | None,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
+        blame: Callable[[Sources], None],
         structure: Structure,
         evaluates: bool,
     ) -> None:
@@ -131,21 +136,26 @@ class _Flat(nn.Module):
         self.record = record
         self.training = model.training
         self.enter = enter
+        self.blame = blame
 
     def let_go(self) -> None:
         """Keep the loss alone, which is guarded as long as a program is there."""
         del self.arguments, self.values, self.fixed, self.evaluating
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with holding(self.model, self.fixed), self.evaluating:
-            return self._forward(tensors)
-
-    def _forward(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         rest = iter(tensors)
         paths = enumerate(self.arguments.paths)
         whole = [self.values[path] if place in self.constant else next(rest) for place, path in paths]
-        args, kwargs = self.arguments.rebuild(tuple(whole))
         fakes = {place: fake for place, fake in enumerate(whole) if place not in self.constant}
+        with holding(self.model, self.fixed), (asked := AskedInputs(fakes)), self.evaluating:
+            try:
+                return self._forward(whole, fakes)
+            except Exception as cause:
+                self.blame(asked.at_fault(cause))
+                raise
+
+    def _forward(self, whole: list[torch.Tensor], fakes: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.arguments.rebuild(tuple(whole))
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
@@ -236,16 +246,16 @@ def _with_structure(
 
 
 def _name_way_out(error: ValuesAskedError, arguments: Arguments, tried: Structure, own: OwnNames) -> None:
-    """Tell how inputs of integers or flags become structure, if there are any beside what was tried."""
-    given = enumerate(zip(arguments.paths, arguments.tensors, strict=True))
+    """Tell how inputs at fault become structure, if all are integers or flags beside what was tried."""
+    given = {path: (place, arguments.tensors[place]) for place, path in enumerate(arguments.paths)}
     whole = [
         own.get(path, path)
-        for place, (path, tensor) in given
+        for path, (place, tensor) in given.items()
         if not may_learn(tensor.dtype) and tensor.dim() and place not in tried.users
-        if path in own or error.where.startswith("the loss")
+        if path in error.inputs and (path in own or error.where.startswith("the loss"))
     ]
-    if whole:
-        names = ", ".join(f'"{name}"' for name in whole[:2])
+    if whole and len(whole) == len(error.inputs):
+        names = ", ".join(f'"{name}"' for name in whole)
         error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
@@ -264,7 +274,7 @@ def _trace(
     """Trace once with this `structure`, if any; where it `evaluates`, so are integers of constants.
     With `by_name` what is `known` is taken for what the model holds by its name."""
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
-    parts, notes = [FORWARD], list[str]()
+    parts, notes, blamed = [FORWARD], list[str](), [Sources()]
     flat = _Flat(
         model,
         arguments,
@@ -273,6 +283,7 @@ def _trace(
         known=known if by_name else None,
         record=seen.append,
         enter=parts.append,
+        blame=blamed.append,
         structure=structure,
         evaluates=evaluates,
     )
@@ -297,7 +308,10 @@ def _trace(
     except AutoparError:
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
-        raise refusal(cause, parts[-1]) from cause
+        refused = refusal(cause, parts[-1])
+        if isinstance(refused, ValuesAskedError):
+            refused.inputs = frozenset(arguments.paths[place] for place in blamed[-1])
+        raise refused from cause
     refuse_filled(arguments)
     results, loss_index, cached, left, decided_by = seen[-1]
     builder = GraphBuilder(
@@ -318,9 +332,11 @@ def _trace(
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left]
-    asked = asked_of(structure, flat.evaluating, arguments)
+    asked, held = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
     flat.let_go()
-    graph = with_routed_products(folded(replace(graph, notes=tuple(notes), decided_by=decided_by)))
+    nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))
+    graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
+    graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 

@@ -26,6 +26,7 @@ from autopar.core.graph import (
 )
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
+from autopar.trace.asked_inputs import inputs_behind
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_forms import device_by_name, functional, left_open, ours, without_example
 from autopar.trace.call_signature import Arguments
@@ -272,7 +273,10 @@ class GraphBuilder:
                 "sizes and numbers that don't",
                 f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
             )
-            raise ValuesAskedError(**error.as_words())
+            asked = ValuesAskedError(**error.as_words())
+            operands = {ref.name for ref in refs((args, kwargs))}
+            asked.inputs = inputs_behind(operands, self.graph.inputs, self.graph.operators)
+            raise asked
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and facts_of(target).has_gradient
         differentiable &= any(self.graph.specs[ref.name].requires_grad for ref in refs((args, kwargs)))

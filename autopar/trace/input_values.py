@@ -3,15 +3,16 @@
     if mask.any():               True for the batch that is traced: its program is one for True
     steps = int(lengths.max())   7: its program is one for 7
 
-A call whose inputs give another answer has another program. What follows from parameters, buffers, random
-numbers or tensors that forward changes isn't answered here, nor numbers with a fraction: hardly two batches
-would share a program.
+A call whose inputs give another answer has another program. What follows from numbers alone, such as a mask
+of ones, is answered and compared with nothing. What follows from parameters, buffers, random numbers or
+tensors that forward changes isn't answered here, nor numbers with a fraction: hardly two batches would share
+a program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,12 @@ _ANSWERS = frozenset(
         *(Tensor.allclose, torch.allclose, *_WHOLE),
     )
 )
+_MAKERS = frozenset((torch.tensor, torch.full, torch.arange, torch.eye, torch.linspace))
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+_FILLED = {  # of one number, whatever the tensor is like
+    **dict.fromkeys((torch.ones, torch.ones_like, Tensor.new_ones), 1),
+    **dict.fromkeys((torch.zeros, torch.zeros_like, Tensor.new_zeros), 0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,27 @@ class Computed:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     index: int | None = None  # of several results
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A tensor, held to keep its identity, whose value is known as of a version, which views share."""
+
+    tensor: Tensor
+    value: Input | Computed
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OnCopy:
+    """What a function that writes into its first argument makes of that."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, written: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied = written.clone()
+        self.function(copied, *args, **kwargs)
+        return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +126,45 @@ class InputValues(TorchFunctionMode):
         super().__init__()
         self._tensors, self._reads = tensors, reads
         self._known: dict[int, Any] = {}  # values of the call
-        self._made: dict[int, tuple[Tensor, Input | Computed]] = {  # with what keeps the identity
-            id(fake): (fake, Input(place)) for place, fake in fakes.items()
-        }
-        if any(tensor.is_meta for tensor in tensors):
-            self._made.clear()
+        self._made: dict[int, _Known] = {}
+        if not any(tensor.is_meta for tensor in tensors):
+            for place, fake in fakes.items():
+                self._remember(fake, Input(place))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function in _FILLED or function in _MAKERS:
+            return self._make(function, args, kwargs)
         taken = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        if not taken or not all(id(tensor) in self._made for tensor in taken):
+        if not taken or not all(map(self._is_known, taken)):
             return function(*args, **kwargs)
         asked = Computed(function, self._by_value(args), self._by_value(kwargs))
         if function in _ANSWERS and not (function in _WHOLE and taken[0].is_floating_point()):
             return self._answer(asked, lambda: function(*args, **kwargs))
-        versions = [tensor._version for tensor in taken]
         result = function(*args, **kwargs)
-        if versions != [tensor._version for tensor in taken]:
-            self._made.clear()  # views of what has changed would be told by old values
-        else:
-            self._remember(result, asked)
+        if all(map(self._is_known, taken)):
+            self._remember_all(result, asked)
+        elif "out" not in kwargs and args and isinstance(args[0], Tensor) and not self._is_known(args[0]):
+            self._remember(args[0], replace(asked, function=_OnCopy(function)))
+        return result
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor's value is known: of one that was written, or a view of which was, it isn't."""
+        known = self._made.get(id(tensor))
+        return known is not None and known.version == tensor._version
+
+    def _make(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor of numbers alone, whose values are known; of one that is like another, its shape is."""
+        result = function(*args, **kwargs)
+        plain = all(isinstance(leaf, _PLAIN) for leaf in tree_leaves((args, kwargs)))
+        if isinstance(result, Tensor) and "out" not in kwargs:
+            shape = tuple(result.shape)
+            if function in _FILLED and not any(isinstance(size, torch.SymInt) for size in shape):
+                self._remember(
+                    result, Computed(torch.full, (shape, _FILLED[function]), {"dtype": result.dtype})
+                )
+            elif function in _MAKERS and plain:
+                self._remember(result, Computed(function, self._by_value(args), {**kwargs, "device": None}))
         return result
 
     def _answer(self, asked: Computed, otherwise: Callable[[], Any]) -> Any:
@@ -130,18 +177,36 @@ class InputValues(TorchFunctionMode):
         if drew:
             self._made.clear()
             return otherwise()
-        self._reads.decisions.append(Decision(asked, answer, calling_line()))
+        if _takes_inputs(asked):
+            self._reads.decisions.append(Decision(asked, answer, calling_line()))
         return answer
 
-    def _remember(self, result: Any, made: Computed) -> None:
+    def _remember_all(self, result: Any, made: Computed) -> None:
         match result:
-            case Tensor():
-                self._made.setdefault(id(result), (result, made))
+            case Tensor() if not self._is_known(result):
+                self._remember(result, made)
             case tuple() | list():
                 for index, item in enumerate(result):
-                    if isinstance(item, Tensor):
-                        one = Computed(made.function, made.args, made.kwargs, index)
-                        self._made.setdefault(id(item), (item, one))
+                    if isinstance(item, Tensor) and not self._is_known(item):
+                        self._remember(item, replace(made, index=index))
+
+    def _remember(self, tensor: Tensor, value: Input | Computed) -> None:
+        self._made[id(tensor)] = _Known(tensor, value, tensor._version)
 
     def _by_value(self, value: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: self._made[id(tensor)][1], value)
+        """The arguments with what is known of tensors, which have values also where devices have none."""
+        value = tree_map_only(
+            torch.device, lambda device: torch.device("cpu") if device.type == "meta" else device, value
+        )
+        return tree_map_only(Tensor, lambda tensor: self._made[id(tensor)].value, value)
+
+
+def _with_values(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _takes_inputs(value: Any) -> bool:
+    """Whether a value follows from inputs of the call."""
+    if isinstance(value, Computed):
+        return any(map(_takes_inputs, tree_leaves((value.args, dict(value.kwargs)))))
+    return isinstance(value, Input)

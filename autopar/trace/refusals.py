@@ -37,7 +37,8 @@ def refusal(cause: Exception, part: str) -> TraceError:
     if not where.startswith(part) and part != FORWARD:
         where = f"{part}, {where}"
     if isinstance(cause, ForwardError):
-        return TraceError(where=where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
+        kind = ValuesAskedError if cause.asks else TraceError
+        return kind(where=where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
     if _asks_for_values(cause):
         return ValuesAskedError(
             where=where,

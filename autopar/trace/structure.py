@@ -29,6 +29,7 @@ from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError
+from autopar.trace.asked_inputs import DRAWS
 from autopar.trace.call_signature import Arguments, LossFunction, split_for_loss
 from autopar.trace.decided_numbers import DecidedNumbers
 from autopar.trace.exact_matrices import ExactMatrices, outside
@@ -36,7 +37,6 @@ from autopar.trace.refusals import sparse_refusal
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
-_RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
 _MOVED = """
     __getitem__ index_select masked_select cat concat stack view reshape flatten squeeze unsqueeze t T mT
     transpose permute clone contiguous detach select narrow expand expand_as repeat repeat_interleave flip
@@ -215,7 +215,7 @@ class Evaluating(TorchFunctionMode):
             return function(*args, **kwargs)
         if name in _ABOUT or (name == "__get__" and _says_shape(function)):
             return function(*args, **kwargs)
-        if all(map(self._is_known, tensors)) and not any(word in name for word in _RANDOM):
+        if all(map(self._is_known, tensors)) and not any(word in name for word in DRAWS):
             sources = frozenset().union(*(self._known[id(item)][1] for item in tensors))
             done, results = self._evaluate(function, name, args, kwargs, tensors)
             if done:

@@ -5,9 +5,11 @@
     if torch.any(var < 0): raise        Gaussian NLL, distributions: checks are left out, and that is noted.
     1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
     x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where
+    bincount(x, minlength=n)            as n counts, and an error where x has a larger value
 
-What writes to weights (max_norm) and what has shapes by values (packed sequences, CTC loss) is refused by
-name. Generators that a forward passes to a draw are refused: their state would be that of the trace.
+What writes to weights (max_norm) and what has shapes by values (packed sequences, CTC loss, counts and
+classes of unknown number) is refused by name. Generators that a forward passes to a draw are refused: their
+state would be that of the trace.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ _DATA: Any = Tensor.data  # the attribute of every tensor
 
 
 class ForwardError(RuntimeError):
-    """What a forward does that a program can't: `found`, and the `remedy`."""
+    """What a forward does that a program can't: `found`, and the `remedy`; whether it `asks` for values."""
 
-    def __init__(self, found: str, wanted: str, remedy: str) -> None:
+    def __init__(self, found: str, wanted: str, remedy: str, *, asks: bool = False) -> None:
         super().__init__(found)
-        self.found, self.wanted, self.remedy = found, wanted, remedy
+        self.found, self.wanted, self.remedy, self.asks = found, wanted, remedy, asks
 
 
 @contextmanager
@@ -143,6 +145,42 @@ _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     Tensor.normal_: _normal,
     Tensor.fill_diagonal_: _fill_diagonal,
 }
+
+
+# -- counts of unknown length ---------------------------------------------------------------------------
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if minlength < 1 or x.dim() != 1:
+        raise ForwardError(
+            "torch.bincount without minlength, whose size depends on values",
+            "a size that doesn't",
+            "pass minlength= the number of values that there may be",
+            asks=True,
+        )
+    if weights is None:
+        weights = torch.ones(x.shape, dtype=torch.int64, device=x.device)
+    elif weights.dtype is not torch.float32:
+        weights = weights.to(torch.float64)
+    return torch.zeros(minlength, dtype=weights.dtype, device=x.device).index_add(0, x, weights)
+
+
+def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise ForwardError(
+            "one_hot without num_classes, whose size depends on values",
+            "a size that doesn't",
+            "pass num_classes= the number of classes",
+            asks=True,
+        )
+    return F.one_hot(x, num_classes)
+
+
+_OF_SIZE: dict[Any, Callable[..., Tensor]] = {
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
+    F.one_hot: _one_hot,
+}
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
 
 _CTC = (F.ctc_loss, torch.ctc_loss)
@@ -171,6 +209,8 @@ class _Rewriting(TorchFunctionMode):
         if function in _IN_PLACE:
             with self:
                 return _IN_PLACE[function](*args, **kwargs)
+        if function in _OF_SIZE:
+            return _OF_SIZE[function](*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except RuntimeError as cause:

@@ -3,6 +3,7 @@
 python -m tests.benchmarks.device_file build/h100.json                  five minutes, beside the tracing
 python -m tests.benchmarks.device_file build/h100.json --seconds 900    as many operators as fit
 python -m tests.benchmarks.device_file --left-out                       how far neighbours are off
+python -m tests.benchmarks.device_file --left-out --device h200         of another kind
 
 What is measured are the local calls of every way in which eight devices may share an operator, at the batches
 that the zoo plans. Models take turns, each with its calls in a random order, so that an end to the seconds
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +26,7 @@ from typing import Annotated
 import torch
 import typer
 
+from autopar.cluster import ClusterSpec, gpu_kind
 from autopar.core.graph import Call
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.compute import estimate
@@ -47,14 +50,19 @@ LARGEST = 6e9  # bytes of a call's operands
 LEAST = 20e-6  # seconds of a call whose neighbours are asked
 
 
-def calls_of(row: Row) -> dict[str, Call]:
+def node_of(device: str) -> ClusterSpec:
+    """The zoo's node of eight, of devices of this kind."""
+    return replace(NODE.spec, device=device, memory=None)
+
+
+def calls_of(row: Row, node: ClusterSpec) -> dict[str, Call]:
     """The local calls of a row's operators under every strategy of one axis, by key; views apart."""
     model, inputs, loss = row.model.make(row.batch)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     graph = trace(model, args, kwargs, loss_fn=loss).graph
-    costs = CostModel.of(NODE.spec, None, device_files=False)
+    costs = CostModel.of(node, None, device_files=False)
     dims = dims_of(graph, Mesh((DEVICES,)))
-    prices = Prices(graph, dims, NODE.spec, costs)
+    prices = Prices(graph, dims, node, costs)
     found: dict[str, Call] = {}
     for operator in graph.operators:
         for option in options_of(operator, dims):
@@ -71,12 +79,12 @@ def _counts(call: Call, costs: CostModel) -> bool:
     return seconds > 0 and sum(spec.nbytes for spec in operands.specs(call)) <= LARGEST
 
 
-def in_turns() -> Iterator[Call]:
+def in_turns(node: ClusterSpec) -> Iterator[Call]:
     """The calls of all models, one of each after the other."""
     piles = []
     for row in (row for row in rows() if row.machines is NODE):
         with suppress(AutoparError):
-            pile = list(calls_of(row).values())
+            pile = list(calls_of(row, node).values())
             random.Random(0).shuffle(pile)
             piles.append(pile)
             print(f"{row.model.name}: {len(pile)} calls", flush=True)
@@ -97,12 +105,12 @@ def portions(calls: Iterator[Call]) -> Iterator[list[Call]]:
     yield portion
 
 
-def left_out() -> Iterator[str]:
+def left_out(node: ClusterSpec) -> Iterator[str]:
     """By how much calls of the file take more or less, forward, than their neighbours in it say, and than is
     estimated; by the doublings to the nearest neighbour."""
-    costs = CostModel.of(NODE.spec, None)
+    costs = CostModel.of(node, None)
     rows: dict[int, list[tuple[float, float]]] = {}
-    for call in in_turns():
+    for call in in_turns(node):
         measured = costs.measured.get(call.key())
         if measured is None or measured.forward_seconds < LEAST:
             continue
@@ -128,18 +136,22 @@ def main(
     is_left_out: Annotated[
         bool, typer.Option("--left-out", help="hold each call of the file beside its neighbours")
     ] = False,
+    device: Annotated[str | None, typer.Option(help="kind of GPU; this machine's, or an h100")] = None,
 ) -> None:
     """Measure this machine's GPU into a device file."""
     if is_left_out:
-        print("\n".join(left_out()))
+        print("\n".join(left_out(node_of(device or "h100"))))
         return
     if path is None:
         raise typer.BadParameter("no file to write")
-    if not is_here(NODE.spec):
-        raise typer.BadParameter(f"this machine has no {NODE.spec.device}, whose rows these are")
-    setting, count = setting_of(NODE.spec), 0
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this machine has no GPU")
+    node = node_of(device or gpu_kind(torch.cuda.get_device_name()))
+    if not is_here(node):
+        raise typer.BadParameter(f"this machine has no {node.device}")
+    setting, count = setting_of(node), 0
     with Database.open(str(path.with_suffix(".sqlite"))) as database:
-        calls = in_turns()
+        calls = in_turns(node)
         end = time.monotonic() + seconds
         for portion in portions(calls):
             if time.monotonic() > end:

@@ -1,12 +1,14 @@
-"""Steps of three nets on this machine's GPU: the serial model and the parallel module of one device, each
+"""Steps of five nets on this machine's GPU: the serial model and the parallel module of one device, each
 eager and compiled, in bfloat16 and in turns.
 
-python -m tests.benchmarks.gpu                       all three, some ten minutes
+python -m tests.benchmarks.gpu                       all five, some ten minutes
 python -m tests.benchmarks.gpu gpt2 --seconds 20     one of them
 python -m tests.benchmarks.gpu unet --device cpu --batch 1     whether it runs, without a GPU
 
-A step is forward, backward and a fused AdamW. Predictions are of forward and backward, where operators were
-measured for at most `--measure-seconds`. `pip install -e '.[zoo]'` first; resnet50 needs torchvision.
+A step is forward, backward and a fused AdamW; forward and backward are timed by themselves as well. What is
+predicted are these: by operators measured here for at most `--measure-seconds`, and as for one device of that
+kind which nobody has at hand, by its file in costdb/devices or, where there is none, its data sheet.
+`pip install -e '.[zoo]'` first; resnet50 needs torchvision.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import typer
 from torch import Tensor, nn
 
 import autopar
+from autopar.cluster import gpu_kind
 from autopar.runtime.launch import worker
 from autopar.trace.call_signature import find_loss
 from costdb.timing import synchronize
@@ -34,6 +37,7 @@ from costdb.timing import synchronize
 Inputs = dict[str, Tensor] | tuple[Tensor, ...]
 Made = tuple[nn.Module, Inputs, nn.Module | None]
 WARM_UPS, IN_A_ROW = 4, 3  # steps
+CLASSES = "single_label_classification"
 
 
 def gpt2(batch: int) -> Made:
@@ -61,30 +65,67 @@ def unet(batch: int) -> Made:
     return net, (torch.randn(batch, 3, 512, 512), torch.randint(4, (batch, 512, 512))), nn.CrossEntropyLoss()
 
 
-NETS = {"gpt2": (gpt2, 8), "resnet50": (resnet50, 64), "unet": (unet, 16)}
+def llama(batch: int) -> Made:
+    """Four layers of a Llama of width 2,048 whose keys and values are shared by four heads, 2,048 tokens."""
+    import transformers as hf
+
+    config = hf.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    ids = torch.randint(config.vocab_size, (batch, 2048))
+    return hf.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}, None
+
+
+def vit(batch: int) -> Made:
+    """ViT-B/16 of images of 224 x 224."""
+    import transformers as hf
+
+    config = hf.ViTConfig(
+        num_labels=1000, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, problem_type=CLASSES
+    )
+    inputs = {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(1000, (batch,))}
+    return hf.ViTForImageClassification(config), inputs, None
+
+
+NETS = {
+    "gpt2": (gpt2, 8),
+    "llama": (llama, 8),
+    "vit": (vit, 64),
+    "resnet50": (resnet50, 64),
+    "unet": (unet, 16),
+}
 
 
 @dataclass
 class Runner:
-    """One way to train a net, and the seconds of its steps."""
+    """One way to train a net, and the seconds of its steps and of their forward and backward."""
 
     name: str
     module: nn.Module
     loss: Callable[[], Tensor]
     seconds: list[float] = field(default_factory=list)
+    learn_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     def prepare(self, device: torch.device) -> None:
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=device.type == "cuda")
 
-        def step() -> None:
+        def learn() -> None:
             optimizer.zero_grad()
             self.loss().backward()
+
+        def step() -> None:
+            learn()
             optimizer.step()
 
         for _ in range(WARM_UPS):
             step()
-        self.step, self.device = step, device
+        self.learn, self.step, self.device = learn, step, device
         if device.type == "cuda":
             synchronize(device)
             torch.cuda.reset_peak_memory_stats()
@@ -94,12 +135,16 @@ class Runner:
             self.peak_bytes = torch.cuda.max_memory_allocated() - before
 
     def time(self) -> None:
+        self.seconds.append(self._seconds_of(self.step))
+        self.learn_seconds.append(self._seconds_of(self.learn))
+
+    def _seconds_of(self, work: Callable[[], None]) -> float:
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(IN_A_ROW):
-            self.step()
+            work()
         synchronize(self.device)
-        self.seconds.append((time.perf_counter() - start) / IN_A_ROW)
+        return (time.perf_counter() - start) / IN_A_ROW
 
 
 def serial(made: Made, device: torch.device, *, compiled: bool) -> Runner:
@@ -142,6 +187,24 @@ def parallel(made: Made, *, compiled: bool, measure_seconds: float) -> Runner:
     return Runner("autopar, compiled" if compiled else "autopar", module, loss)
 
 
+def predicted(made: Made, *, compiled: bool) -> float:
+    """Forward and backward as planned for one device of this GPU's kind that isn't at hand."""
+    model, inputs, loss_fn = made
+    kind = gpu_kind(torch.cuda.get_device_name())
+    cluster = autopar.ClusterSpec(devices_per_node=1, device=kind)
+    plan = autopar.plan(
+        copy.deepcopy(model),
+        cluster,
+        None if isinstance(inputs, dict) else inputs,
+        example_kwargs=inputs if isinstance(inputs, dict) else None,
+        loss_fn=loss_fn,
+        measure=False,
+        dtype="bf16",
+        compile=compiled,
+    )
+    return plan.step_seconds
+
+
 @contextmanager
 def alone(device: str) -> Iterator[None]:
     """A world of this process."""
@@ -177,19 +240,27 @@ def contest(name: str, batch: int | None, device: torch.device, seconds: float, 
     while time.monotonic() < end or not runners[-1].seconds:
         for runner in runners:
             runner.time()
-    return "\n".join(_line(name, runner, runners[index // 2 * 2]) for index, runner in enumerate(runners))
+    lines = [_line(name, runner, runners[index // 2 * 2]) for index, runner in enumerate(runners)]
+    if device.type == "cuda":
+        for index, compiled in ((1, False), (3, True)):
+            lines[index] += f", {1e3 * predicted(made, compiled=compiled):.2f} ms as of a described device"
+    return "\n".join(lines)
 
 
 def _line(name: str, runner: Runner, beside: Runner) -> str:
     mine, theirs = statistics.median(runner.seconds), statistics.median(beside.seconds)
     words = f"{name:<9} {runner.name:<18} {1e3 * mine:8.2f} ms   {mine / theirs:5.3f} of serial"
+    words += f"   forward and backward {1e3 * statistics.median(runner.learn_seconds):8.2f} ms"
     words += f"   {runner.peak_bytes / 1e9:6.2f} GB beside state" if runner.peak_bytes else ""
     plan = getattr(runner.module, "plan", None)
-    return words + (f"   {1e3 * plan.step_seconds:8.2f} ms predicted" if plan else "")
+    if plan:
+        beside_state = (plan.peak_bytes - plan.state_bytes) / 1e9
+        words += f"   predicted: {beside_state:.2f} GB, {1e3 * plan.step_seconds:.2f} ms"
+    return words
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="gpt2, resnet50, unet")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join(NETS))] = None,
     seconds: Annotated[float, typer.Option(help="for the steps of a net")] = 20.0,
     measure_seconds: Annotated[float, typer.Option(help="for the operators of a net")] = 25.0,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",

@@ -96,7 +96,7 @@ def test_what_nobody_says_is_the_doors_own() -> None:
     assert request_of(Options(PLAN), TWO) == (Request(schedule=None), Auto(None, None, exactly=True))
     assert request_of(Options(PLAN, force="batch"), TWO) == (
         Request(schedule=None, force=Parallelism.BATCH),
-        None,
+        Auto(1, None, exactly=True),
     )
     assert request_of(Options(PARALLELIZE), TWO) == (Request(schedule=None), None)
     momentum = OptimizerState(1.0)

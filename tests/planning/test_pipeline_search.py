@@ -124,7 +124,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
 def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_estimate(
     monkeypatch: pytest.MonkeyPatch, estimate: float, planned: list[int]
 ) -> None:
-    """A step without stages stands for one with them that takes up to 10 % less; the row says what that is."""
+    """A step without stages stands for one with them that takes up to 10 % less; a row tells of it."""
     cutoffs: dict[int, float] = {}
 
     def choices(self: Screen, ranks: int | None) -> list[Choice]:
@@ -624,3 +624,22 @@ def test_a_count_that_cannot_be_traced_is_tried_once_and_another_choice_steps_in
     assert tried.count(first) == 1
     with pytest.raises(TraceError, match=f"found {first}"):
         decide_all(untraceable, BATCH, CLUSTER, OPEN, micro_batches=first)
+
+
+@pytest.mark.parametrize(("memory", "count"), [(None, 1), ("300kB", 4)])
+def test_a_forced_kind_takes_micro_batches_where_the_batch_does_not_fit_alone(
+    memory: str | None, count: int
+) -> None:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    x = torch.randn(512, 32)
+    found = plan(
+        nn.Sequential(*layers),
+        ClusterSpec.local(2),
+        (x, x),
+        loss_fn=nn.functional.mse_loss,
+        force="batch",
+        memory=memory,
+        recompute="none",
+        measure=False,
+    )
+    assert found.pipeline.micro_batches == count and found.pipeline.ranks == 1

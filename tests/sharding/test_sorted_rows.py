@@ -91,7 +91,17 @@ def counted_before_they_are_one_row(model: Mixture, x: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, order // CHOSEN, made).square().mean()
 
 
-TWICE = [sorted_twice, counted_as_they_lie, counted_before_they_are_one_row]
+def counted_by_value(model: Mixture, x: Tensor) -> Tensor:
+    keys = model.chosen(x)[1]
+    in_order, order = keys.sort()
+    ends = torch.bincount(keys, minlength=EXPERTS).cumsum(0, dtype=torch.int32)
+    again = in_order.bincount(minlength=EXPERTS).cumsum(0, dtype=torch.int32)
+    rows, experts = x[order // CHOSEN].bfloat16(), model.experts.bfloat16()
+    made = torch._grouped_mm(rows, experts, ends) + torch._grouped_mm(rows, experts, again)
+    return made.float()[places_of(order)].square().mean()
+
+
+TWICE = [sorted_twice, counted_as_they_lie, counted_before_they_are_one_row, counted_by_value]
 
 
 def obstacle(then: Callable[[Mixture, Tensor], Tensor]) -> str | None:
@@ -172,9 +182,23 @@ def crowded_as_they_lie(model: Mixture, x: Tensor) -> Tensor:
     return (model.products(x[order // CHOSEN], keys) * counts.mean())[places_of(order)].mean()
 
 
+def crowded_by_value(model: Mixture, x: Tensor) -> Tensor:
+    keys = model.chosen(x)[1]
+    order, counts = keys.argsort(), keys.bincount(minlength=EXPERTS)
+    return (model.products(x[order // CHOSEN], keys) * counts.float().mean())[places_of(order)].mean()
+
+
+def counted_with_weights(model: Mixture, x: Tensor) -> Tensor:
+    weights, keys = model.chosen(x)
+    order, ends = keys.argsort(), torch.bincount(keys, weights.detach(), EXPERTS).cumsum(0, dtype=torch.int32)
+    made = torch._grouped_mm(x[order // CHOSEN].bfloat16(), model.experts.bfloat16(), ends)
+    return made.float()[places_of(order)].mean()
+
+
 MEETING = [
     *(too_few, falling, of_others, in_place, scanned, from_elsewhere, crowded),
     *(ties_otherwise, counted_elsewhere, by_bits_of_keys, crowded_as_they_lie),
+    *(crowded_by_value, counted_with_weights),
 ]
 
 

@@ -123,6 +123,68 @@ def test_what_forward_changes_is_not_answered_by_old_values() -> None:
         trace(Asks(then), (X, LENGTHS))
 
 
+def test_what_is_written_with_other_values_is_not_answered_by_old_ones() -> None:
+    def then(h: Tensor, other: Tensor) -> Tensor:
+        counts = other + 0
+        counts[:2].copy_(h[0, :2].detach().long())
+        return h if counts.sum() > 0 else h * 2
+
+    with pytest.raises(TraceError, match="depends on a tensor's values"):
+        trace(Asks(then), (X, LENGTHS))
+
+
+def _made_like(*size: int, device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device).new_ones(size)
+
+
+def _global(mask: Tensor, far: int) -> Tensor:
+    wide = 1.0 - mask[:, None].to(torch.float32)
+    wide[:, :, 0] = float(far)
+    return wide.flatten(1) > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda *size, device: torch.zeros(1, device=device).new_ones(size)]
+)
+@pytest.mark.parametrize("far", [0, 1])
+def test_what_follows_from_numbers_alone_is_answered_for_every_call(device: str, make: Any, far: int) -> None:
+    """As a mask of ones that a model makes where none is passed, written in places, on any device."""
+
+    def then(h: Tensor, other: Tensor) -> Tensor:
+        return h * 2 if _global(make(4, 6, device=other.device), far).any().item() else h
+
+    model = Asks(then).to(device)
+    with recording() as reads:
+        traced = trace(model, (X.to(device), LENGTHS.to(device)))
+    doubled = [item for item in traced.graph.operators if "mul" in str(item.target)]
+    assert len(doubled) == far and not reads.decisions and traced.graph.decided_by is None
+
+
+def test_a_tensor_of_a_list_is_as_the_list_was() -> None:
+    def then(h: Tensor, other: Tensor) -> Tensor:
+        rows = [1, 2]
+        made = torch.tensor(rows)
+        rows[0] = 9
+        return h * 2 if made.sum() > 3 else h
+
+    assert not any("mul" in str(item.target) for item in _recorded(then, LENGTHS)[0].graph.operators)
+
+
+def test_inputs_that_forward_writes_are_answered_as_they_are_then() -> None:
+    def then(h: Tensor, other: Tensor) -> Tensor:
+        last = other.clone()
+        last[0] = 9
+        return h * 2 if last.max() > 8 and other.max() < 9 else h
+
+    traced, reads = _recorded(then, LENGTHS)
+    assert any("mul" in str(item.target) for item in traced.graph.operators)
+    assert (
+        changed(reads.decisions, (X, LENGTHS * 9)) is not None
+        and changed(reads.decisions, (X, LONGER)) is None
+    )
+
+
 def test_random_numbers_are_as_before() -> None:
     model, state = Asks(_masked), torch.get_rng_state()
     trace(model, (X, MASK))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.core.graph import InputKind, Operator, map_refs
@@ -167,7 +168,7 @@ def test_numbers_that_follow_from_structure_decide_branches() -> None:
     assert aten.mul.Tensor in targets
 
     def of_values(x: Tensor, edge_index: Tensor) -> Tensor:
-        load = torch.tensor([1.0, 1.0]).add_(x[0, 0])
+        load = torch.tensor([1.0, 1.0]).add_(nn.functional.dropout(x)[0, 0])
         out = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
         return out * 2 if load.sum() > 1 else out
 
@@ -305,6 +306,39 @@ def test_what_could_be_static_is_named_as_forward_does_and_labels_are_none_of_it
     assert found.structure.users == {1, 2}
     with pytest.raises(InputError, match="found 'batch'"):
         trace(Kinds(), inputs, loss_fn=nn.functional.cross_entropy, static=("batch",))
+
+
+ASKING: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "a size": (lambda h, kind, other: h[: int(kind.float().exp().sum())] * other.sum(), '"kind",'),
+    "a number": (lambda h, kind, other: h * kind.float().mean().item() + other.sum(), '"kind",'),
+    "rows": (lambda h, kind, other: h[:4][torch.unique(other + kind[0])], '"kind", "other",'),
+    "by weights": (lambda h, kind, other: h * 2 if h[kind].sum() > other.sum() else h, ""),
+    "by draws": (lambda h, kind, other: h[: int(F.dropout(kind + 0.0).sum())] * other.sum(), ""),
+    "by fractions": (lambda h, kind, other: h[:4][torch.unique((kind + h[0].sum()).long())], ""),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_only_inputs_whose_values_are_asked_could_be_static(name: str) -> None:
+    """Not those beside them, and none where weights, draws or an input that rounds decide, too."""
+    then, named = ASKING[name]
+    inputs = torch.randn(70, FEATURES), torch.arange(4), torch.arange(4) % 2
+    with pytest.raises(ValuesAskedError) as refusal:
+        trace(Asking(then), inputs)
+    assert (f"static=({named})" in refusal.value.remedy) if named else ("static" not in refusal.value.remedy)
+    if named == '"kind",':
+        assert trace(Asking(then), inputs, static=("kind",)).structure.users == {1}
+
+
+class Asking(nn.Module):
+    """A linear layer, and what forward makes of its output and two more inputs."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(FEATURES, FEATURES), then
+
+    def forward(self, x: Tensor, kind: Tensor, other: Tensor) -> Tensor:
+        return self.then(self.linear(x), kind, other)
 
 
 def test_of_edges_that_are_seen_what_is_in_the_way_then_is_told() -> None:

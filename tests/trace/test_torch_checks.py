@@ -70,6 +70,11 @@ def matrix(h: Tensor, x: Tensor) -> Tensor:
     return (near @ h).square().mean()
 
 
+def balanced(h: Tensor, counts: Tensor) -> Tensor:
+    """What mixtures of experts add to their loss."""
+    return (h.softmax(-1).mean(0) * counts).sum()
+
+
 def cumulative() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
 
@@ -85,6 +90,12 @@ TRACED: dict[str, Callable[[], tuple[Any, ...]]] = {
     "rsample": lambda: (Net(lambda h, x: Normal(h, 1 + x.abs()).rsample().square().mean()), (X,)),
     "log_prob": lambda: (Net(lambda h, x: -Independent(Normal(h, 1.0), 1).log_prob(x).mean()), (X,)),
     "fill_diagonal_": lambda: (Net(matrix), (X,)),
+    "counts": lambda: (Net(lambda h, _: balanced(h, torch.bincount(h.argmax(-1), minlength=6))), (X,)),
+    "weighted counts": lambda: (
+        Net(lambda h, _: balanced(h, h.argmax(-1).bincount(h[:, 0].detach().square(), 9)[:6])),
+        (X,),
+    ),
+    "bins": lambda: (Net(lambda h, _: balanced(h, torch.histc(h.detach(), 6, -1, 1))), (X,)),
     "a cumulative average": lambda: (cumulative(), (X, X), F.mse_loss),
     "Gaussian NLL": lambda: (
         Net(lambda h, _: (h, F.softplus(h))),
@@ -171,6 +182,12 @@ def by_ctc(x: Tensor) -> Tensor:
         (Net(lambda h, _: packed(h)), torch.randn(2, 5, 6), "packed sequences.*lengths.*padded tensor"),
         (Net(lambda h, _: by_ctc(h)), torch.randn(2, 5, 6), "CTC loss.*lengths.*log-probabilities"),
         (nn.Embedding(5, 4, max_norm=1.0), torch.arange(3), "embedding with max_norm.*without max_norm"),
+        (
+            Net(lambda h, _: torch.bincount(h.argmax(-1)).max()),
+            X,
+            "bincount without minlength.*pass minlength",
+        ),
+        (Net(lambda h, _: F.one_hot(h.argmax(-1)).max()), X, "one_hot without num_classes.*pass num_classes"),
         (nn.EmbeddingBag(5, 4, max_norm=1.0), torch.ones(3, 2).long(), "embedding_bag with max_norm"),
     ],
 )
@@ -180,3 +197,11 @@ def test_what_has_shapes_by_values_or_writes_to_weights_is_refused_by_name(
     with pytest.raises(TraceError, match=words) as refusal:
         trace(model, (x,))
     assert len(str(refusal.value)) <= 400
+
+
+def test_a_value_beyond_the_length_of_a_count_is_an_error() -> None:
+    """Eager calls give as many counts as the largest value asks for, which a program can't."""
+    graph = trace(Net(lambda h, _: torch.bincount(h.argmax(-1), minlength=3)), (X,)).graph
+    (add,) = [item for item in graph.operators if "index_add" in item.name]
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        add.target(torch.zeros(3, dtype=torch.int64), 0, torch.tensor([0, 3]), torch.ones(2).long())

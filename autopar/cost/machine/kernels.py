@@ -6,11 +6,16 @@
 
 Of a few kinds of tiles the fastest; smaller ones read more for each multiply-add. K0 stands for a tile's
 first loads and last stores. A convolution is the product m = samples x positions, n = filters, k = what a
-filter sums; of its gradients each is one more product. Fused attention reaches a part of the rate of its own;
-under a causal mask it does half of the work.
+filter sums; of its gradients each is one more product.
+
+Fused attention takes its queries in tiles, walks through their keys, and reaches a rate of its own:
+
+    head                        QUERIES ceil(q / QUERIES) (k + KEYS0) scores, half of the keys if causal
+    part of wide heads' rate    1.5 e / (e + 64) of heads of e < 128 elements, and less where a mask is read
 
 Source: NVIDIA, Matrix Multiplication Background User's Guide (tiles, waves); Dao, FlashAttention-2, 2023.
-The efficiencies are estimates.
+The efficiencies are estimates; those of attention follow calls measured on an H100 and an H200
+(`costdb/devices`), half of which they meet within 30 % forward and 20 % backward.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ from costdb import operands
 
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (64, 64, 0.6))  # rows, columns, part of the rate
 K0 = 128  # multiply-adds for each element of a tile
+QUERIES, KEYS0 = 64, 325  # of a tile of attention, and what it does beside, in keys
+WIDE = 128  # elements of a head
+MASKED = (0.45, 0.6)  # forward and backward, of the rate without a mask that lies in memory
 
 
 def tile_seconds(product: Product, rate: float, units: int) -> float:
@@ -51,9 +59,7 @@ def work_seconds(call: Call, kernels: Kernels, rate: float, *, backward: bool) -
     work = form(sized(call))
     match work:
         case FusedScores():
-            products = 3 * work.key + 2 * work.value if backward else work.key + work.value
-            part = kernels.attention_backward if backward else kernels.attention
-            return 2 * work.count * products / (rate * part)
+            return _attention_seconds(work, kernels, rate, backward=backward)
         case Multiplication(product=product):
             if not backward:
                 return tile_seconds(product, rate, kernels.units)
@@ -61,6 +67,16 @@ def work_seconds(call: Call, kernels: Kernels, rate: float, *, backward: bool) -
             return sum(tile_seconds(each, rate, kernels.units) for spec, each in pairs if spec.requires_grad)
         case _:
             assert_never(work)
+
+
+def _attention_seconds(work: FusedScores, kernels: Kernels, rate: float, *, backward: bool) -> float:
+    rows = QUERIES * math.ceil(work.queries / QUERIES)
+    keys = min(work.keys, (work.keys + QUERIES) / 2) if work.causal else work.keys
+    width = max(work.key, work.value)  # to which the kernels fill up the other
+    products = 5 * width if backward else 2 * width
+    part = kernels.attention_backward if backward else kernels.attention
+    part *= min(1.0, 1.5 * width / (width + WIDE / 2)) * (MASKED[backward] if work.masked else 1.0)
+    return 2 * work.heads * rows * (keys + KEYS0) * products / (rate * part)
 
 
 def rate_of(call: Call, kernels: Kernels, rate: float) -> float:

@@ -6,31 +6,39 @@ neighbour a send and a receive at the same time, as in a halo exchange. Only a s
 copy, which gradients do not need.
 
 Groups smaller than the world are timed all at once, as the groups of one axis work in a step.
+
+On CPUs between two exchanges a product runs and memory is walked through, as operators do in a step, and what
+is sent is then written: that, and the exchange's own code, is what a step finds in the caches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import combinations
+from functools import partial
+from itertools import accumulate, combinations
 from typing import assert_never
 
 import torch
+from torch import Tensor
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the moves)
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import Collective
 from autopar.core.mesh import Mesh
 from autopar.runtime.collectives import groups, transport
+from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.units import show_bytes
-from costdb.collective_profiler import measure_collective
+from costdb.collective_profiler import Exchange, measure_collective, measure_in_rounds
 from costdb.measurement import CollectiveMeasurement
 
 SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes; between and beyond by interpolation
 BUDGET = 0.1  # seconds for one kind, size and group, beside its warm-up
+TOGETHER_BYTES = 256 << 20  # of what exchanges hold that take turns
 ROWS = 8  # length of the dim before the split one
+PRODUCT_ROWS, PASS_NUMBERS = 256, 1 << 20  # of what runs between exchanges: about a millisecond of either
 
 Point = tuple["Span", Collective, int]  # groups, kind, bytes
 Progress = Callable[[int, int, str], None]  # done, all, what
@@ -75,13 +83,16 @@ def measure(
     points: list[Point], timeout: timedelta, progress: Progress | None = None, *, device: str = "cpu"
 ) -> list[CollectiveMeasurement]:
     """Measure `points` on tensors of `device`; collective, with the same answer on every rank."""
+    for span, _, _ in points:
+        groups.setup(span.mesh, [span.mesh.key(span.axes)], timeout=timeout, copies=span.copies)
+    if device == "cpu":
+        return _in_rounds(points, progress)
     found: list[CollectiveMeasurement] = []
     for span, kind, nbytes in points:
         key = span.mesh.key(span.axes)
-        groups.setup(span.mesh, [key], timeout=timeout, copies=span.copies)
         if progress:
             progress(len(found), len(points), f"{kind.value} of {show_bytes(nbytes)} over {span.size}")
-        run = _move(kind, nbytes, key, device)
+        run = _move(kind, nbytes, key, device).run or (lambda: None)
         found.append(
             measure_collective(
                 kind, nbytes, groups.group(key), device=device, nodes=span.nodes, budget=BUDGET, run=run
@@ -90,26 +101,76 @@ def measure(
     return found
 
 
-def _move(kind: Collective, nbytes: int, key: str, device: str) -> Callable[[], object]:
-    """The move on a float32 tensor of `nbytes` in all, `ROWS` x length."""
+def _in_rounds(points: Sequence[Point], progress: Progress | None) -> list[CollectiveMeasurement]:
+    """Measure points on CPUs, between operators: as many together as memory may hold."""
+    keep_freed_memory()
+    found: list[CollectiveMeasurement] = []
+    while rest := points[len(found) :]:
+        sizes = accumulate(2 * nbytes for _, _, nbytes in rest)  # with what arrives
+        portion = rest[: max(1, sum(held <= TOGETHER_BYTES for held in sizes))]
+        if progress:
+            progress(len(found), len(points), f"{len(portion)} exchanges in rounds")
+        with torch.enable_grad():
+            found += measure_in_rounds([_exchange(*point) for point in portion], _Work(), budget=BUDGET)
+    return found
+
+
+def _exchange(span: Span, kind: Collective, nbytes: int) -> Exchange:
+    key = span.mesh.key(span.axes)
+    move = _move(kind, nbytes, key, "cpu")
+    return Exchange(kind, move.nbytes, groups.group(key), span.nodes, move.run, move.arrive)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a rank computes between two exchanges."""
+
+    factor: Tensor = field(default_factory=lambda: torch.randn(PRODUCT_ROWS, PRODUCT_ROWS))
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(PASS_NUMBERS))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for _ in range(2):
+            self.factor @ self.factor
+        self.numbers.add_(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A move of a tensor of `nbytes` in all, on this rank; `run` is None where it has no part in it."""
+
+    run: Callable[[], object] | None
+    sent: Tensor
+    nbytes: int
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Write what is sent."""
+        self.sent.mul_(1)
+
+
+def _move(kind: Collective, nbytes: int, key: str, device: str) -> _Move:
+    """The move of a float32 tensor of `nbytes` in all, `ROWS` x length, that learns where moves do."""
     size = groups.size(key)
     length = -(-nbytes // (4 * ROWS * size)) * size
-    full, part = (torch.zeros(ROWS, wide, device=device) for wide in (length, length // size))
     sizes, rows = [length // size] * size, [ROWS // size + (rank < ROWS % size) for rank in range(size)]
-    moves = torch.ops.autopar
+    moves, learns = torch.ops.autopar, kind not in (Collective.ALL_REDUCE, Collective.SEND_RECV)
+    part = kind in (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+    sent = torch.zeros(ROWS, length // size if part else length, device=device, requires_grad=learns)
+    moved = partial(_Move, sent=sent, nbytes=4 * ROWS * length)
     match kind:
-        case Collective.ALL_REDUCE:
-            return lambda: transport.all_reduce(full, groups.group(key))  # where it lies, as a gradient
+        case Collective.ALL_REDUCE:  # where it lies, as a gradient
+            return moved(lambda: transport.all_reduce(sent, groups.group(key)))
         case Collective.ALL_GATHER:
-            return lambda: moves.s_to_r(part, key, 1, 1, sizes)
+            return moved(lambda: moves.s_to_r(sent, key, 1, 1, sizes))
         case Collective.REDUCE_SCATTER:
-            return lambda: moves.p_to_s(full, key, 1, 1, sizes)
+            return moved(lambda: moves.p_to_s(sent, key, 1, 1, sizes))
         case Collective.ALL_TO_ALL:
-            return lambda: moves.s_to_s(part, key, 1, 1, sizes, 0, 1, rows)
+            return moved(lambda: moves.s_to_s(sent, key, 1, 1, sizes, 0, 1, rows))
         case Collective.SEND_RECV:
-            landing, peer = torch.zeros_like(full), groups.index(key) ^ 1
+            landing, peer = torch.zeros_like(sent), groups.index(key) ^ 1
             if peer >= size:  # the last of an odd number
-                return lambda: None
-            return lambda: transport.transfer([(peer, full)], [(peer, landing)], key)
+                return moved(None)
+            return moved(lambda: transport.transfer([(peer, sent)], [(peer, landing)], key))
         case _:
             assert_never(kind)

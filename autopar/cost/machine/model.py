@@ -223,13 +223,13 @@ def busy_setting(cluster: ClusterSpec) -> Setting:
 
 
 def network_of(cluster: ClusterSpec) -> Setting:
-    """Where collectives were measured: between nodes they depend on what links these, which nothing but
-    the cluster's own words can tell."""
+    """Where and how collectives were measured: between nodes they depend on what links these, which nothing
+    but the cluster's own words can tell; on CPUs they are measured in rounds."""
     setting = setting_of(cluster)
-    if cluster.nodes == 1:
-        return setting
-    words = f"{cluster.nodes} x {cluster.devices_per_node}, {cluster.inter}"
-    return replace(setting, fingerprint=f"{setting.fingerprint}; {words}")
+    words = ["in rounds"] if cluster.device_type == "cpu" else []
+    if cluster.nodes > 1:
+        words.append(f"{cluster.nodes} x {cluster.devices_per_node}, {cluster.inter}")
+    return replace(setting, fingerprint="; ".join([setting.fingerprint, *words]))
 
 
 def _cores(cluster: ClusterSpec) -> float:

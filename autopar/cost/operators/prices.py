@@ -82,6 +82,14 @@ class Price:
         return self.behind, self.compute, self.late
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank's program holds for an operator from the start, in bytes, and which operands it reads."""
+
+    parts: Mapping[object, int]
+    reads: frozenset[str]
+
+
 @dataclass(slots=True)
 class Prices(TensorPrices):
     """The cost table of one graph on one mesh: operators beside tensors."""
@@ -90,7 +98,7 @@ class Prices(TensorPrices):
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _plain: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # the same without credit
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
-    _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
+    _held: dict[Any, _Held] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _groups: dict[Any, Group | None] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)  # of operators' kinds
@@ -285,14 +293,23 @@ class Prices(TensorPrices):
     def parts(self, operation: Operator, strategy: Strategy) -> Mapping[object, int]:
         """Bytes of each tensor that the largest rank's program holds for the operator from the start: its
         block of a sparse matrix, say. Operators may share them."""
+        return self._hold(operation, strategy).parts if rule_of(operation).reads_values else {}
+
+    def reads(self, operation: Operator, strategy: Strategy) -> frozenset[str]:
+        """The operands that the largest rank's program reads for the operator: not a graph of which it has
+        its block."""
         if not rule_of(operation).reads_values:
-            return {}
+            return frozenset(operation.operands)
+        return self._hold(operation, strategy).reads
+
+    def _hold(self, operation: Operator, strategy: Strategy) -> _Held:
         key = operation.name, strategy
-        if key not in self._parts:
-            emitter, *_ = self._lower(operation, strategy)
-            held = emitter.memory.items()
-            self._parts[key] = {memory: emitter.meta[node].nbytes for node, memory in held}
-        return self._parts[key]
+        if key not in self._held:
+            emitter, values, _ = self._lower(operation, strategy)
+            parts = {memory: emitter.meta[node].nbytes for node, memory in emitter.memory.items()}
+            read = [name for name, value in zip(operation.operands, values, strict=True) if value.users]
+            self._held[key] = _Held(parts, frozenset(read))
+        return self._held[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""

@@ -78,6 +78,7 @@ class Replay:
         self.graph, self.prices, self.program = priced.graph, priced.prices, priced.program
         self.staged = staged
         self.tape: Tape = priced.tape
+        self.unread = priced.unread
         self.calls = self.tape.calls
         self.firsts: dict[int, int] = {}  # the first call that takes each value
         for number, call in enumerate(self.calls):
@@ -103,7 +104,11 @@ class Replay:
         return Heap()
 
     def run(self) -> Peak:
-        state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
+        state = [
+            item
+            for item in self.graph.inputs
+            if item.kind is not InputKind.USER and item.name not in self.unread
+        ]
         state_bytes = self.tape.copies + sum(
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
@@ -132,9 +137,9 @@ class Replay:
         return sum(parts.values())
 
     def batch_bytes(self) -> int:
-        """The user's batch, of which every rank holds the whole."""
+        """The user's batch, of which every rank holds the whole, and its structure."""
         users = (item.spec.nbytes for item in self.graph.inputs if item.kind is InputKind.USER)
-        return self.prices.micro_batches * sum(users)
+        return self.prices.micro_batches * sum(users) + self.graph.beside
 
     def footing(self, until: Mapping[int, int]) -> Footing:
         calls_of: dict[int, int] = {}

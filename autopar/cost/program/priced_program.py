@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.offload import OffloadedTensor
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
@@ -52,6 +52,24 @@ class PricedProgram:
     def place_of(self, value: Value) -> int:
         """The operator at which a conversion is made: the first that takes it, else the last of the graph."""
         return value.uses[0] if value.uses else len(self.graph.operators) - 1
+
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """The constants that the largest rank's program doesn't read, and holds no more."""
+        if self.base:
+            return self.base.unread
+        strategies = self.program.strategies
+        read = {
+            *self.graph.outputs,
+            *(value for _, value in self.graph.writes),
+            *(
+                name
+                for item in self.graph.operators
+                for name in self.prices.reads(item, strategies[item.name])
+            ),
+        }
+        constants = (item.name for item in self.graph.inputs if item.kind is InputKind.CONSTANT)
+        return frozenset(constants) - read
 
     @cached_property
     def tape(self) -> Tape:

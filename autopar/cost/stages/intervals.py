@@ -44,15 +44,16 @@ SPLIT_SECONDS = 95e-6
 class Intervals:
     """Costs of the stage from `places[p]` to `places[q]` in tables [p, q], of cuts in rows [p].
 
-    Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums
-    of its gradients, and `update`. Bytes: `state` of its weights, `saved` by each micro-batch in flight with
-    what it received, `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients`
-    among the state are made in the first backward; until then `early` bytes are worked with. What crosses
-    cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
-    `received_back`. When the sums of a stage's gradients start they need `summing` bytes. What differs where
-    backward is split `halves` say. `calling` is what each forward and backward takes beside its operators,
-    `splitting` what a micro-batch takes more where a schedule splits its backward in two. Of `sync` the
-    `summed` seconds hide behind the part `overlap` of a stage's last backward.
+    Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums of
+    its gradients, and `update`. Bytes: `state` of its weights, `saved` by each micro-batch in flight with
+    what it received, `working` beside all that, a micro-batch's own samples, `batch`, and `beside` them the
+    call's structure. The `gradients` among the state are made in the first backward; until then `early`
+    bytes are worked with. What crosses cut p takes `send` seconds and `send_back` for its gradients; it has
+    `received` bytes, and its gradients `received_back`. When the sums of a stage's gradients start they
+    need `summing` bytes. What differs where backward is split `halves` say. `calling` is what each forward
+    and backward takes beside its operators, `splitting` what a micro-batch takes more where a schedule
+    splits its backward in two. Of `sync` the `summed` seconds hide behind the part `overlap` of a stage's
+    last backward.
     """
 
     places: tuple[int, ...]
@@ -77,6 +78,7 @@ class Intervals:
     splitting: Table | float = 0.0
     summed: Table | float = 0.0
     overlap: float = 0.0
+    beside: float = 0.0
 
     def scheduled(self, kind: ScheduleKind) -> Intervals:
         """The stages as a schedule runs them. If it splits backward, torch looks for where gradients of
@@ -192,6 +194,7 @@ def intervals(
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
         summed=np.minimum(summed, sync),  # but for rounding
         overlap=prices.overlap,
+        beside=float(priced.graph.beside),
     )
 
 
@@ -270,7 +273,7 @@ def _weights(
     largest = np.zeros(len(priced.graph.operators))
     full = copies(priced)
     for item in priced.graph.inputs:
-        if item.kind is InputKind.USER:
+        if item.kind is InputKind.USER or item.name in priced.unread:
             continue
         layout = layouts[item.name]
         users = values.source(item.name).carriers or (0,)

@@ -139,10 +139,13 @@ class Bound:
             gradient = self._held.pop(index) + gradient  # no in-place sum: gradients may share memory
         if self._adding:
             self._held[index] = gradient
-        elif index in self._unsynced:
-            self._hand_over(index, scatter_once(part, gradient))
+            return
+        if part.gathers:
+            gradient = scatter_once(part, gradient)
+        if index in self._unsynced:
+            self._hand_over(index, gradient)
         else:
-            self._sync.add(index, scatter_once(part, gradient))
+            self._sync.add(index, gradient)
 
     def _hand_over(self, index: int, gradient: Tensor) -> None:
         """A gradient that is not summed over ranks: added at once to one that is there, so that not both stay

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 from autopar.runtime.module.user_tree import Placed
-from autopar.runtime.parameters.parameters import distribute, local
+from autopar.runtime.parameters.parameters import distribute, local, plainly
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
@@ -205,13 +205,16 @@ def _is_uneven(parameter: DTensor) -> bool:
 def _can_fuse(optimizer: torch.optim.Optimizer, parameters: Iterable[DTensor]) -> bool:
     """Whether a fused step is right. Its kernels walk through all tensors of a parameter in one
     order, count Adam's steps in float32, and begin the momentum of all parameters together."""
-    moving = [item for item in parameters if item.grad is not None]
-    states = [optimizer.state.get(item, {}) for item in moving]
-    return (
-        len({state.get("momentum_buffer") is None for state in states}) <= 1
-        and all(state["step"].dtype is torch.float32 for state in states if "step" in state)
-        and all(_alike([item, item.grad, *_wide(state)]) for item, state in zip(moving, states, strict=True))
-    )
+    with plainly():
+        moving = [item for item in parameters if item.grad is not None]
+        states = [optimizer.state.get(item, {}) for item in moving]
+        return (
+            len({state.get("momentum_buffer") is None for state in states}) <= 1
+            and all(state["step"].dtype is torch.float32 for state in states if "step" in state)
+            and all(
+                _alike([item, item.grad, *_wide(state)]) for item, state in zip(moving, states, strict=True)
+            )
+        )
 
 
 def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
@@ -221,15 +224,22 @@ def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
 
 def _alike(tensors: Iterable[Any]) -> bool:
     """Whether these are DTensors on a CPU, in full precision, and lie in the same way without gaps."""
-    first, *others = tensors
-    return all(
-        isinstance(item, DTensor)
-        and item.dtype in _FUSED_DTYPES
-        and item.placements == first.placements
-        and item.dtype is first.dtype
-        and local(item).is_cpu
-        and local(item).is_contiguous()
-        for item in (first, *others)
+    items = tuple(tensors)
+    return (
+        _lie_alike(items) and items[0]._local_tensor.is_cpu and items[0]._local_tensor.dtype in _FUSED_DTYPES
+    )
+
+
+def _lie_alike(items: tuple[Any, ...]) -> bool:
+    """Whether these are DTensors of one dtype and device whose parts lie in the same way without gaps."""
+    if not all(isinstance(item, DTensor) for item in items):
+        return False
+    parts, placements = [item._local_tensor for item in items], items[0]._spec.placements
+    dtype, device = parts[0].dtype, parts[0].device
+    return (
+        not any(placement.is_partial() for placement in placements)
+        and all(item._spec.placements == placements for item in items)
+        and all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts)
     )
 
 
@@ -249,3 +259,23 @@ def _fused_sgd(
 
 for _name in ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr"):
     torch.library.register_torch_dispatch(_name, DTensor, _fused_sgd)
+
+
+def _fused_adam(operator: Any, lists: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Fused Adam on local parts; torch's way, which looks for a strategy first, where some lie otherwise."""
+    *wide, steps = lists
+    plain = not any(isinstance(value, DTensor) for value in (*steps, *options.values()))
+    if plain and all(map(_lie_alike, zip(*(tensors for tensors in wide if tensors), strict=True))):
+        operator(*([local(tensor) for tensor in tensors] for tensors in wide), steps, **options)
+        return
+    _own_steps.pop(operator)
+    try:
+        operator(*lists, **options)
+    finally:
+        _own_steps[operator] = _fused_adam
+
+
+_own_steps: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+for _packet in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_):
+    for _overload in (_packet.default, _packet.tensor_lr):
+        _own_steps.setdefault(_overload, _fused_adam)

@@ -30,6 +30,7 @@ from autopar.runtime.parameters.written_parts import (
     COMPOSED,
     concerns,
     follow,
+    is_plain_property,
     write_at,
     write_wholly,
     writes_to_part,
@@ -86,6 +87,8 @@ def _torch_function(
 ) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
+        if is_plain_property(function, args):
+            return function(*args)
         owner = kwargs.get("out")
         if isinstance(owner, DTensor) and _obstacles(owner.device_mesh):
             given = {name: value for name, value in kwargs.items() if name != "out"}

@@ -19,8 +19,8 @@ that must be alike on all ranks too. It is: autograd runs what was made last fir
 gradient as soon as its last use has run, so that the order is that of the program, which ranks share.
 
 A bucket is a copy of its gradients, side by side, in the dtype in which they are summed. A large gradient is
-a bucket of its own, and one gradient alone is summed where it lies, unless something else holds its storage
-too, or its dtype is another.
+a bucket of its own, and summed where it lies, unless something else holds its storage too, or its dtype is
+another.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Sums:
         self._waiting = [len(bucket.members) for bucket in buckets]  # how many members have yet to come
         self._next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
-        self._shared: set[int] = set()  # those whose storage something else holds too
+        self._shared: set[int] = set()  # of those that fill a bucket, whose storage something else holds too
         self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Callable[[], object]]] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
@@ -132,7 +132,7 @@ class Sums:
             self._arrived[index] = self._arrived[index] + gradient
             return
         self._arrived[index] = gradient
-        if _is_shared(gradient, fresh=fresh):
+        if len(self._buckets[number].members) == 1 and _is_shared(gradient, fresh=fresh):
             self._shared.add(index)
         self._waiting[number] -= 1
         while self._next < len(self._buckets) and self._waiting[self._next] == 0:
@@ -158,7 +158,8 @@ class Sums:
             return
         parts = [self._arrived.pop(member.index) for member in members]
         alone = len(parts) == 1 and members[0].reduce in (None, parts[0].dtype)
-        copied = not alone or members[0].index in self._shared or not parts[0].is_contiguous()
+        shared = len(bucket.members) > 1 or members[0].index in self._shared
+        copied = not alone or shared or not parts[0].is_contiguous()
         with torch.no_grad():
             if copied:
                 flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])

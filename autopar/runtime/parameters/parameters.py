@@ -172,7 +172,6 @@ def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
     return gradient
 
 
-@torch.no_grad()
 def add_gradient(outer: Any, total: Tensor) -> None:
     """Add a final local gradient to the `.grad` of an outer parameter.
 
@@ -180,14 +179,20 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     ranks, or shares of a sum; collective then.
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
-        if outer.grad is not None and outer.grad.placements != outer.placements:
-            outer.grad = outer.grad.redistribute(placements=outer.placements)
         if outer.grad is None:
             outer.grad = DTensor(total, outer._spec, requires_grad=False)
-        elif local(outer.grad).is_contiguous():
-            local(outer.grad).add_(total)
-        else:  # elements that share memory
-            outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
+        else:
+            _add_to(outer, total)
+
+
+@torch.no_grad()
+def _add_to(outer: Any, total: Tensor) -> None:
+    if outer.grad.placements != outer.placements:
+        outer.grad = outer.grad.redistribute(placements=outer.placements)
+    if local(outer.grad).is_contiguous():
+        local(outer.grad).add_(total)
+    else:  # elements that share memory
+        outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
 
 
 # -- leaves -------------------------------------------------------------------------------------

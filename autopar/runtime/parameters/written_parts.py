@@ -102,6 +102,17 @@ def writes_to_part(function: Callable[..., Any], owner: DTensor) -> bool:
     return name == "__setitem__" or name in COMPOSED or (_writes(name) and hasattr(owner, _VIEW))
 
 
+def is_plain_property(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function reads a property that is no view, such as dtype or grad, or sets one to None. Of a
+    parameter a step does so twenty times, which took half of what an optimizer does."""
+    match function.__name__:
+        case "__get__":
+            return not _is_property(function)
+        case "__set__":
+            return args[-1] is None
+    return False
+
+
 def _is_property(function: Callable[..., Any]) -> bool:
     return function.__name__ == "__get__" and id(getattr(function, "__self__", None)) in _PROPERTIES
 

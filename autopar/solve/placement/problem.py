@@ -461,7 +461,7 @@ class Problem:
             cost = self.prices.update(tensor.name, layout) if self.wiring.is_parameter(tensor.name) else 0.0
             cost *= self.prices.step_weight
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
-            if self.wiring.at_rest(tensor.name):
+            if self.wiring.at_rest(tensor.name) and not self.wiring.may_be_left(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.memory.rest(nbytes, variables[stored])
                 if requires_grad and (not self.prices.accumulates or gathering is Gathering.ONCE):

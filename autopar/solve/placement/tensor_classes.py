@@ -11,6 +11,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.sharding.atoms import Atoms
+from autopar.sharding.rule import rule_of
 from autopar.solve.linear_program import Terms
 from autopar.solve.placement.direct_ways import DirectWays
 from autopar.solve.placement.fold import Folding
@@ -108,6 +109,12 @@ class Wiring:
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
         return name in self.kinds and self.kinds[name].kind is not InputKind.USER
+
+    def may_be_left(self, name: str) -> bool:
+        """Whether ranks may hold parts of their own in the tensor's place: of a constant that rules read."""
+        if name not in self.kinds or self.kinds[name].kind is not InputKind.CONSTANT:
+            return False
+        return all(rule_of(item).reads_values for item, _ in self.uses[name])
 
     def is_parameter(self, name: str) -> bool:
         """Whether the tensor is a weight."""

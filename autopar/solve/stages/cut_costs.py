@@ -279,7 +279,7 @@ class CutProblem:
         gradient comes back to prove their arrival.
         """
         schedule, received_back = self.schedule, self.table.received_back
-        batch = schedule.micro_batches * table.batch if stage < schedule.ranks else 0.0
+        batch = schedule.micro_batches * table.batch + table.beside if stage < schedule.ranks else 0.0
         unproved = np.where(received_back == 0, self.table.received, 0.0) * self.is_sent_late(stage)
         return np.triu(table.state + batch + schedule.micro_batches * unproved[None, :], 1)
 

@@ -13,7 +13,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.work import Product
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.devices import GPUS
-from autopar.cost.machine.kernels import K0, rate_of, tile_seconds, work_seconds
+from autopar.cost.machine.kernels import K0, KEYS0, MASKED, rate_of, tile_seconds, work_seconds
 from autopar.errors import InputError
 
 ATEN = torch.ops.aten
@@ -91,14 +91,40 @@ def test_a_frozen_weight_has_no_gradient() -> None:
     assert work_seconds(subject, KERNELS, 4.0, backward=True) == wanted
 
 
-def test_attention_does_half_of_its_work_under_a_causal_mask() -> None:
-    heads = x(1, 2, 64, 16)
-    whole = call(ATEN.scaled_dot_product_attention.default, heads, heads, heads)
-    causal = call(ATEN.scaled_dot_product_attention.default, heads, heads, heads, None, 0.0, True)
-    work = 2 * 2 * 64 * 64 * 32  # scores of 16, values of 16
-    assert work_seconds(whole, KERNELS, 4.0, backward=False) == work / (4.0 * 0.5)
-    assert work_seconds(causal, KERNELS, 4.0, backward=False) == work / (4.0 * 0.5) / 2
-    assert work_seconds(whole, KERNELS, 4.0, backward=True) == 2.5 * work / (4.0 * 0.25)
+def attention(queries: int, width: int, *masks: Any) -> Call:
+    """Two heads of 256 keys."""
+    rows, keys = x(1, 2, queries, width), x(1, 2, 256, width)
+    return call(ATEN.scaled_dot_product_attention.default, rows, keys, keys, *masks)
+
+
+def seconds(subject: Call, *, backward: bool = False) -> float:
+    found = work_seconds(subject, KERNELS, 4.0, backward=backward)
+    assert found is not None
+    return found
+
+
+def test_attention_walks_through_the_keys_of_a_tile_of_queries() -> None:
+    whole = attention(256, 128)
+    work = 2 * 2 * 256 * (256 + KEYS0) * 256  # scores of 128, values of 128
+    assert seconds(whole) == work / (4.0 * 0.5)
+    assert seconds(whole, backward=True) == 2.5 * work / (4.0 * 0.25)
+    assert seconds(attention(193, 128)) == seconds(whole)  # tiles of 64
+    assert seconds(attention(192, 128)) == 0.75 * seconds(whole)
+
+
+def test_attention_does_about_half_of_its_work_under_a_causal_mask() -> None:
+    causal, whole = (seconds(attention(256, 128, *masks)) for masks in ((None, 0.0, True), ()))
+    assert causal / whole == ((256 + 64) / 2 + KEYS0) / (256 + KEYS0)
+
+
+def test_attention_reaches_less_where_heads_are_narrow_or_a_mask_is_read() -> None:
+    whole = seconds(attention(256, 128))
+    assert seconds(attention(256, 64)) == whole / 2 / 0.75
+    mask = TensorSpec((256, 256), torch.bool)
+    assert seconds(attention(256, 128, mask)) == whole / MASKED[0]
+    assert seconds(attention(256, 128, mask), backward=True) == pytest.approx(
+        seconds(attention(256, 128), backward=True) / MASKED[1]
+    )
 
 
 def test_a_gpu_launches_while_kernels_run_and_does_nothing_for_a_view() -> None:

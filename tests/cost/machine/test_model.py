@@ -77,7 +77,13 @@ def test_collectives_between_nodes_belong_to_the_network_that_is_described(datab
     database.write_collectives(network_of(slow), [sent(10, 3.0)])
     assert CostModel.of(slow, database).collectives.points
     assert not CostModel.of(fast, database).collectives.points
-    assert network_of(ClusterSpec.local(2)) == setting_of(ClusterSpec.local(2))
+    assert network_of(ClusterSpec.local(2)) == network_of(ClusterSpec.local(2, cores=2))
+
+
+def test_what_exchanges_took_in_a_row_is_no_price_of_a_step(database: Database) -> None:
+    cluster = ClusterSpec.local(2)
+    database.write_collectives(setting_of(cluster), [sent(10, 3.0)])
+    assert not CostModel.of(cluster, database).collectives.points
 
 
 def test_hops_are_as_measured_or_else_as_described(database: Database) -> None:

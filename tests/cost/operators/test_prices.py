@@ -27,7 +27,7 @@ from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.prices import Price, Prices
-from autopar.cost.operators.tensor_prices import UPDATE_LAUNCHES
+from autopar.cost.operators.tensor_prices import LOCAL_MOVE_LAUNCHES, LOOP_PASSES, PARAMETER_LAUNCHES
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
@@ -92,15 +92,16 @@ MOVES = [
     (B, P, (COPY, COPY)),
     (S, OTHER, (SWAP, SWAP)),
 ]
+HOST = LOCAL_MOVE_LAUNCHES
 ON_A_CPU = [  # beside what the move takes on a GPU, forward and backward
     (P, R, (6 * 96, 0)),
     (R, B, (0, 6 * 96)),
     (P, B, (6 * 96, 6 * 96)),
-    (S, R, (4 * 96, 0)),
+    (S, R, (4 * 96, HOST)),
     (S, B, (4 * 96, 8 * 96)),
     (P, S, (8 * 96, 4 * 96)),
-    (R, S, (0, 4 * 96)),
-    (B, S, (0, 0)),
+    (R, S, (HOST, 4 * 96)),
+    (B, S, (HOST, HOST)),
     (S, OTHER, (4 * 96, 4 * 96)),
 ]
 
@@ -177,7 +178,7 @@ def test_a_move_is_priced_by_what_other_axes_leave_and_by_the_link_of_its_own() 
 
 def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
     """Its pages are touched once more: a copy of the whole weight each time."""
-    for target, back in ((R, COPY), (B, SCATTER + 8 * 96)):
+    for target, back in ((R, COPY + HOST), (B, SCATTER + 8 * 96)):
         ahead = GATHER + 4 * 96
         assert parts(of_tensors(4, 6, device=CPU), S, target, "x") == (ahead, back)
         assert parts(of_tensors(4, 6, device=CPU), S, target, "w") == (COPY + ahead, COPY + back)
@@ -237,11 +238,22 @@ def test_the_update_reads_and_writes_a_weight_its_gradient_and_the_optimizers_st
     assert prices.update("w", (S,)) == 2 * (3 * 48 + 8)
 
 
-@pytest.mark.parametrize("ranks", [(1,), (2,)])
-def test_on_a_cpu_the_update_of_a_small_weight_is_what_its_host_does(ranks: tuple[int, ...]) -> None:
-    """As many launches, of a second each, of a plain parameter or of a DTensor."""
-    on_gpu, on_cpu = (of_tensors(4, 6, device=device, ranks=ranks).update("w", (R,)) for device in (GPU, CPU))
-    assert on_cpu - on_gpu == UPDATE_LAUNCHES[ranks == (2,)]
+def test_on_a_cpu_a_small_weight_costs_a_step_what_its_host_does() -> None:
+    """As many launches, of a second each, as a plain parameter takes, or one of a parallel module."""
+    on_gpu, on_cpu = (of_tensors(4, 6, device=device).update("w", (R,)) for device in (GPU, CPU))
+    assert on_cpu - on_gpu == PARAMETER_LAUNCHES[True]
+    alone = of_tensors(4, 6, device=CPU, ranks=(1,))
+    alone.optimizer = OptimizerState(3.0)  # in as many passes as if they were fused, as of nothing is known
+    assert alone.update("w", (R,)) == 2 * alone.state_bytes("w", (R,)) + PARAMETER_LAUNCHES[False]
+
+
+@pytest.mark.parametrize(("kept", "passes"), [(0, 3), (1, 8), (2, 19)])
+def test_a_plain_optimizer_walks_through_memory_operator_by_operator(kept: int, passes: int) -> None:
+    """Adam: 3 a lerp, 2 and 4 the squares, 2 each a root, a quotient and a sum, 4 the weight."""
+    alone = of_tensors(4, 6, device=CPU, ranks=(1,))
+    alone.optimizer = OptimizerState(float(kept), 4)
+    assert LOOP_PASSES[kept] == passes
+    assert alone.update("w", (R,)) == passes * 96 + PARAMETER_LAUNCHES[False]
 
 
 def test_what_does_not_learn_has_no_update() -> None:

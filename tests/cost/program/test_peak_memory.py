@@ -14,6 +14,8 @@ HEAVY = {"mesh": "2", "force": "batch", "stages": 2, "micro_batches": 4}
 SMALL = (
     Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
     Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "sgd-momentum"),
+    Case("graph_net", 2, {"mesh": "2"}, "sgd"),
+    Case("bent_messages", 2, {"mesh": "2"}, "sgd"),
     Case("tiny", 2, {"stages": 2, "micro_batches": 4, "schedule": "zb1p", "recompute": "all"}),
     Case("heavy", 4, HEAVY | {"schedule": "1f1b"}, "sgd"),
     Case("heavy", 4, HEAVY | {"schedule": "zbv"}, "sgd"),

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.core.mesh import Mesh
@@ -146,6 +148,27 @@ def _odd_gradient() -> None:
 
 def test_a_gradient_that_lies_otherwise_is_not_fused(pools: Pools) -> None:
     pools(2).run(_odd_gradient)
+
+
+def _unlike_placements() -> None:
+    """Of fused Adam, called by itself: a gradient that each rank has whole, of a weight that lies in rows."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight, slope = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    options |= {"amsgrad": False, "maximize": False}
+    serial = weight.clone()
+    zeros = torch.zeros_like(weight)
+    torch._fused_adam_([serial], [slope], [zeros.clone()], [zeros.clone()], [], [torch.ones(())], **options)
+    for placements in ([Shard(0)], [Replicate()]):
+        ours = distribute_tensor(weight, mesh, [Shard(0)])
+        gradient = distribute_tensor(slope, mesh, placements)
+        moments = [distribute_tensor(zeros, mesh, [Shard(0)]) for _ in range(2)]
+        torch._fused_adam_([ours], [gradient], [moments[0]], [moments[1]], [], [torch.ones(())], **options)
+        assert torch.equal(ours.full_tensor(), serial)
+
+
+def test_fused_adam_goes_torch_s_way_where_a_gradient_lies_otherwise(pools: Pools) -> None:
+    pools(2).run(_unlike_placements)
 
 
 def test_an_owner_that_dies_during_a_step_leaves_torch_s_hooks_alone() -> None:
