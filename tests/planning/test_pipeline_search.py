@@ -71,7 +71,7 @@ def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices(
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
 
 
-@pytest.mark.parametrize(("measure", "planned"), [(True, [4, 1, 2]), (False, [4, 1])])
+@pytest.mark.parametrize(("measure", "planned"), [(True, [1, 4, 2]), (False, [1, 4])])
 def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch: pytest.MonkeyPatch, measure: bool, planned: list[int]
 ) -> None:
