@@ -12,6 +12,7 @@ known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches
 screening         what numbers of these, and meshes, would take, told from a few that are solved
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
+told_graphs       those that two of them tell, and which needn't be traced
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take
 sample_costs      what of an assignment's seconds follows the samples of a micro-batch

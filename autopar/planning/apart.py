@@ -4,7 +4,8 @@ error           3 % of the seconds that are measured, 6 % of those interpolated,
 pure or mixed   that of what the two do differently: what they share is wrong alike
 blocks          the same, but 3 % at least: equal ones alike before unlike
 mesh            the same, fewer axes before more
-stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps
+stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps; stages
+                that don't promise more by their estimate aren't planned
 micro-batches   3 %, with as many stages nothing computed again before something, then fewer before more:
                 wrong alike
 """
@@ -87,9 +88,12 @@ class Apart:
 
     def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
         """Seconds below which `choice` is to be preferred to `other`."""
+        stages, others = complexity(choice)[0], complexity(other)[0]
+        if others == 1 < stages:
+            return seconds_of(other) / (1 + error_of(self.measured))
         if not complexity(choice) < complexity(other):
             return seconds_of(other)
-        unstaged = complexity(choice)[0] == 1 < complexity(other)[0]
+        unstaged = stages == 1 < others
         return seconds_of(other) * (1 + (error_of(self.measured) if unstaged else MEASURED))
 
     def simplest(self, decisions: Sequence[Decision]) -> Decision:
@@ -100,16 +104,29 @@ class Apart:
 
     def passed(self, decision: Decision, best: Decision) -> Alternative:
         """What a more complicated plan would promise beside the simpler one that is taken."""
-        ranks, recomputes, count = complexity(decision)
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
-        name = f"{ranks} stages, " if ranks > 1 else ""
-        name += f"{count} micro-batches{kind}{', recomputing' if recomputes else ''}"
-        return promise(name, decision.step.seconds, decision.step.peak_bytes, best.step.seconds)
+        step = decision.step
+        return promise(_name(decision, kind), step.seconds, step.peak_bytes, best.step.seconds)
+
+    def left_out(self, choices: Sequence[Choice], best: Decision, cap: float) -> list[Alternative]:
+        """What the best of more stages that weren't planned would promise at most, by its estimate."""
+        stages, seconds = best.request.pipeline_ranks, best.step.seconds
+        more = [each for each in choices if each.ranks > 1 == stages and each.nbytes <= cap]
+        least = min(more, key=seconds_of, default=None)
+        if least is None or least.seconds >= seconds:
+            return []
+        return [promise(_name(least), least.seconds, round(least.nbytes), seconds, by=" by its estimate")]
 
 
-def promise(name: str, seconds: float, nbytes: int, taken: float) -> Alternative:
+def _name(choice: Choice | Decision, kind: str = "") -> str:
+    ranks, recomputes, count = complexity(choice)
+    name = f"{ranks} stages, " if ranks > 1 else ""
+    return f"{name}{count} micro-batches{kind}{', recomputing' if recomputes else ''}"
+
+
+def promise(name: str, seconds: float, nbytes: int, taken: float, *, by: str = "") -> Alternative:
     """A plan that is passed over, although it promises less than the seconds of the one that is `taken`."""
-    reason = f"promises {1 - seconds / taken:.1%} less, {IN_VAIN}"
+    reason = f"promises {1 - seconds / taken:.1%} less{by}, {IN_VAIN}"
     return Alternative(name, seconds, nbytes, feasible=True, reason=reason)
 
 

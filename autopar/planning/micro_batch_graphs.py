@@ -103,6 +103,13 @@ class Parts:
             return True
         return False
 
+    def as_one(self) -> Graph:
+        """The graph of the whole batch as its only part."""
+        cutting = self.cutting()
+        assert self.flow is not None
+        scale = self.flow.loss.scale if cutting.count is not None else None
+        return without_count(self.whole, scale) if scale is not None else self.whole
+
     def traced(self, count: int, place: int = 0) -> Traced:
         """The graph of the first of `count` micro-batches, or of that at another `place`."""
         cutting = self.cutting()

@@ -32,6 +32,7 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
+SLOWER = 1.5  # times its estimate that a plan with stages may come out; one without is about as fast
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 
 
@@ -75,13 +76,15 @@ def decide_all(
     failures: list[AutoparError] = []
     apart = Apart(measured=request.measure and screen.model.here)
     looked_at: list[Choice] = []
+    left_out: list[Choice] = []
     while choice := _next(choices, looked_at, apart, screen.cap):
         looked_at.append(choice)
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
         is_fewest = choice is _simplest(_few(choices, apart, screen.cap), screen.cap)
         is_fewest = is_fewest and all(each.request.pipeline_ranks > choice.ranks for each in found)
         if not is_fewest and choice.seconds >= room * fastest:
-            continue  # plans are hardly faster than their estimates
+            left_out.append(choice)  # plans are hardly faster than their estimates
+            continue
         if found and is_over(deadline):
             break
         is_plain = choice.ranks == choice.micro_batches == 1
@@ -117,7 +120,8 @@ def decide_all(
     others = [each for each in found if each.step.seconds < best.step.seconds]
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
-    return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
+    rows = [apart.passed(each, best) for each in others] or apart.left_out(left_out, best, screen.cap)
+    return replace(best, notes=notes, passed=tuple(rows))
 
 
 def _once(graph_of: GraphOf) -> GraphOf:
@@ -184,7 +188,9 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
     simplest = min(alike, key=complexity, default=taken[0])
-    return [simplest, *(each for each in taken if each is not simplest)]
+    # What stages must beat is planned first, unless they promise so much that it decides nothing.
+    first = [each for each in fitting if each.ranks == 1 and each.seconds <= SLOWER * fitting[0].seconds][:1]
+    return list(dict.fromkeys([*first, simplest, *taken]))
 
 
 def _divisors(number: int) -> list[int]:

@@ -30,6 +30,7 @@ from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
 from autopar.planning.search import Decision, beside, decide, finish, search
+from autopar.planning.told_graphs import PartGraphs
 from autopar.results.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.solve.deadline import after, left
@@ -127,23 +128,21 @@ class Planner:
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
 
+        part_graphs = PartGraphs(partial(_part_graph, parts), parts.as_one, parts.size)
+
         def graph_of(count: int) -> Graph:
-            if count == 1:
-                return only_loss(whole)
-            traced = parts.traced(count)
-            if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
-                raise TraceError(
-                    where="micro-batches",
-                    found=f"{count} of them: {traced.cutting.change}",
-                    wanted="parts of the batch that are computed as it is",
-                    remedy="choose fewer micro-batches",
-                )
-            return traced.graph
+            return only_loss(whole) if count == 1 else part_graphs(count)
 
         only_a_loss = whole.outputs == (whole.loss,)
         at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
 
         def decide_from(least: int, at_once: Graph | None = None) -> Decision:
+            decision = decide_once(least, at_once)
+            if part_graphs.stands(decision.request.micro_batches):
+                return decision
+            return decide_once(least, at_once)
+
+        def decide_once(least: int, at_once: Graph | None) -> Decision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
@@ -323,6 +322,20 @@ class Planner:
         """The micro-batches of a call, whose graph is `whole` if it is known."""
         call = partial(self.trace_whole, model)
         return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
+
+
+def _part_graph(parts: Parts, count: int) -> Graph:
+    """The traced graph of one of `count` parts; raises TraceError for what alone isn't computed as the batch
+    is."""
+    traced = parts.traced(count)
+    if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
+        raise TraceError(
+            where="micro-batches",
+            found=f"{count} of them: {traced.cutting.change}",
+            wanted="parts of the batch that are computed as it is",
+            remedy="choose fewer micro-batches",
+        )
+    return traced.graph
 
 
 def check_lengths(parts: Parts, plan: Plan) -> None:

@@ -71,7 +71,7 @@ def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices(
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
 
 
-@pytest.mark.parametrize(("measure", "planned"), [(True, [4, 1, 2]), (False, [4, 1])])
+@pytest.mark.parametrize(("measure", "planned"), [(True, [1, 4, 2]), (False, [1, 4])])
 def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch: pytest.MonkeyPatch, measure: bool, planned: list[int]
 ) -> None:
@@ -118,6 +118,34 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     fastest = 1 if nbytes == 0 else 2
     assert list(cutoffs) == planned and found.request.pipeline_ranks == fastest
     assert cutoffs.get(1, 2.2) == pytest.approx(2.2)
+
+
+@pytest.mark.parametrize(("estimate", "planned"), [(0.92, [1]), (0.9, [1, 2])])
+def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_estimate(
+    monkeypatch: pytest.MonkeyPatch, estimate: float, planned: list[int]
+) -> None:
+    """A step without stages stands for one with them that takes up to 10 % less; a row tells of it."""
+    cutoffs: dict[int, float] = {}
+
+    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+        self.cap = 1.0
+        return [
+            Choice(each, Mesh((4 // each,)), 4, seconds, 0.0) for each, seconds in ((2, estimate), (1, 1.2))
+        ]
+
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+        cutoffs[request.pipeline_ranks] = cutoff
+        return decision_of(request.pipeline_ranks, 4, {2: 0.95, 1: 1.0}[request.pipeline_ranks])
+
+    monkeypatch.setattr(Screen, "choices", choices)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    assert list(cutoffs) == planned and found.request.pipeline_ranks == 1
+    assert cutoffs.get(2, 1 / 1.1) == pytest.approx(1 / 1.1)
+    (row,) = found.passed
+    by_estimate = planned == [1]
+    assert row.step_seconds == (estimate if by_estimate else 0.95)
+    assert (" by its estimate" in row.reason) is by_estimate
 
 
 def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> Decision:

@@ -115,10 +115,7 @@ class CutProblem:
         if self.shares is not None and self.cap is not None:
             self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
         void = np.tril(np.full_like(table.forward, np.inf))
-        self.allowed = [
-            void if self.cap is None or self.shares else void + np.where(nbytes > self.cap, np.inf, 0.0)
-            for nbytes in map(self.stage_bytes, range(stages))
-        ]
+        self.allowed = [self.where_fits(stage, void) for stage in range(stages)]
         self.busy = _each(self.busy_with, self.tables, self.backward)
         self.least = self.undercut()
         self.onward = bottleneck(self.least)
@@ -140,6 +137,13 @@ class CutProblem:
             nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(self.levels, holds, strict=True)])
             self.mixes.append(MixTables.under(self.cap * self.part(stage), nbytes, seconds))
             self.tables.append(between.mixed(self.mixes[-1]))
+
+    def where_fits(self, stage: int, void: Table) -> Table:
+        """0 where a stage fits, infinity elsewhere and where `void` has it."""
+        if self.cap is None or self.shares:
+            return void
+        found: Table = np.where(self.stage_bytes(stage) > self.cap, np.inf, void)
+        return found
 
     def busy_with(self, table: Intervals, back: Table) -> Table:
         """For how long a stage keeps its rank busy for one micro-batch."""
@@ -298,10 +302,10 @@ class CutProblem:
         """The peak of a rank with one stage alone, had the stage these tables."""
         rank, received_back = self.schedule.rank_of(stage), self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
-        peak = np.full_like(holds.saved, -np.inf)
+        peak, held = np.full_like(holds.saved, -np.inf), np.empty_like(holds.saved)
         for moments, beside in zip(flights(self.schedule)[rank], self.beside(table, holds), strict=True):
             for count, half, back in of_one(moments, place):
-                held = count * holds.saved
+                np.multiply(holds.saved, count, out=held)
                 if half:
                     held += half * holds.held
                 if back:
