@@ -76,7 +76,7 @@ class _Reader:
         return None if source is None else _Spread(source, tuple(casts))
 
     def _before_reshape(self, name: str) -> str | None:
-        """The tensor (..., h, s, e) whose heads a tensor (..., h n, s, e) has n times in a row."""
+        """The tensor (..., h, s, e) of which `name`, (..., h n, s, e), has each head n times."""
         reshaped = self.makers.get(name)
         if reshaped is None or not facts_of(reshaped.target).copies_expanded:
             return None
