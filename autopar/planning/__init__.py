@@ -7,6 +7,7 @@ option_environment   options that the environment says
 planner           plans the calls of one model: what is traced for the search, and what is sought
 search            the passes, from a traced graph to the best plan over all meshes
 ask               what is asked of the search on one mesh, and how long it may go on
+meshes            which meshes a plan may have
 mesh_search       the best step on one mesh
 known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches

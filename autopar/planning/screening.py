@@ -38,6 +38,7 @@ from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.meshes import meshes_of
 from autopar.planning.request import Request
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
 from autopar.sharding.strategies import dims_of
@@ -269,11 +270,12 @@ class Screen:
 
     def meshes(self, ranks: int) -> list[Mesh]:
         """Few meshes: that of one axis, and those of two whose minor axis comes closest to filling a node."""
-        if self.request.mesh is not None:
-            return [self.request.mesh]
         stage = self.cluster.stage(ranks)
-        flat = [mesh for mesh in stage.meshes() if len(mesh.shape) == 1]
-        few = [mesh for mesh in stage.meshes() if len(mesh.shape) == 2]
+        every = meshes_of(stage, self.request)
+        if len({len(mesh.shape) for mesh in every}) == 1:  # as is asked for
+            return every[: MESHES + 1]
+        flat = [mesh for mesh in every if len(mesh.shape) == 1]
+        few = [mesh for mesh in every if len(mesh.shape) == 2]
         few.sort(key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))
         return [*flat, *few[: MESHES if stage.nodes > 1 else MESHES - 1]]
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import PURE, Parallelism, name_of
+from autopar.core.force import PURE, Parallelism
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
@@ -28,6 +28,7 @@ from autopar.planning.apart import MEASURED, margin, measured_share, promise
 from autopar.planning.ask import Limits
 from autopar.planning.measured_first import Candidate, most_valuable
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
+from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
 from autopar.planning.request import Request
 from autopar.planning.strategies_beside import one_device, strategies_beside
@@ -129,7 +130,7 @@ def decide(
     budget = budget or Budget(request.measure_seconds)
     model = CostModel.of(cluster, database).corrected(budget)
     whole, cluster = cluster, cluster.stage(request.pipeline_ranks)
-    meshes = _meshes(cluster, request)
+    meshes = meshes_of(cluster, request)
     _check_mesh(meshes, cluster)
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
     hop = model.hop(whole, request.pipeline_ranks)
@@ -200,7 +201,7 @@ def measure_operators(
     So that a later search compares what is measured with what is measured. Returns how many calls the
     database then knows.
     """
-    meshes = _meshes(cluster, request)
+    meshes = meshes_of(cluster, request)
     _check_mesh(meshes, cluster)
     model = CostModel.of(cluster, database)
     deadline = after(request.time_limit)
@@ -224,28 +225,6 @@ def _check_operators(graph: Graph) -> None:
             wanted="a model that computes something",
             remedy="call it as it is, without autopar; a model that contains it can be planned",
         )
-
-
-def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
-    """The mesh that is asked for, or all that have an axis for each kind or factor that is forced."""
-    if request.mesh:
-        return [request.mesh]
-    kinds, pins = request.force, request.pins or {}
-    counts = {len(pin) for pin in pins.values()}
-    if isinstance(kinds, tuple):
-        counts.add(len(kinds))
-    fitting = [mesh for mesh in cluster.meshes() if counts <= {len(mesh.shape)}]
-    if not fitting:
-        wanted = " and ".join(map(str, sorted(counts)))
-        raise InfeasibleError(
-            where=f"--force {name_of(kinds)}" if isinstance(kinds, tuple) else f"force[{', '.join(pins)}]",
-            found=f"no mesh of {wanted} axes",
-            wanted=f"{wanted} axes of two or more devices each",
-            remedy="use more devices, or one kind of parallelism"
-            if isinstance(kinds, tuple)
-            else "give as many factors for each name as a mesh has axes",
-        )
-    return fitting
 
 
 def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request) -> list[Mesh]:

@@ -247,6 +247,7 @@ class GraphBuilder:
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.graph.value(node.args), self.graph.value(node.kwargs)
         self.check_dense_gradient(node, target, args, kwargs)
+        _refuse_memory_order(node, target)
         written = self.in_place.written(node, target, args, kwargs, retyped=self.casts.retyped)
         if written is not None:
             mutable, target = target, _functional(node, target)
@@ -407,6 +408,16 @@ def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _refuse_memory_order(node: fx.Node, target: Any) -> None:
+    if target is aten.as_strided.default:
+        raise refused(
+            node,
+            "as_strided, which reads memory in whatever order its tensor lies there",
+            "operators on elements: a rank's tensor may lie in another order",
+            "take windows by x.unfold(dim, size, step), other views by reshape, transpose and slices",
+        )
 
 
 def _functional(node: fx.Node, target: Any) -> Any:

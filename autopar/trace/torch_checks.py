@@ -244,12 +244,6 @@ def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             "run a recurrent layer of one direction on the padded tensor, and leave out what is past the "
             "lengths by torch.where(step < lengths[:, None, None], output, 0)",
         )
-    if getattr(function, "__name__", "") == "as_strided":
-        raise ForwardError(
-            "as_strided, which reads memory in whatever order its tensor lies there",
-            "operators on elements: a rank's tensor may lie in another order",
-            "take windows by x.unfold(dim, size, step), other views by reshape, transpose and slices",
-        )
     if function in _LOOKUPS and _max_norm(args, kwargs) is not None:
         raise ForwardError(
             f"{function.__name__} with max_norm, which writes to its weight at each call",

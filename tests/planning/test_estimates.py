@@ -91,7 +91,7 @@ def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
     for choice in choices:
         asked = replace(OPEN, pipeline_ranks=2, micro_batches=choice.micro_batches, mesh=choice.mesh)
         found = decide(graph_of(choice.micro_batches), CLUSTER, asked).step
-        assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
+        assert choice.seconds == pytest.approx(found.seconds, rel=0.25)
 
 
 def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> None:
@@ -120,7 +120,7 @@ def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> 
     for choice in choices:
         asked = replace(OPEN, micro_batches=choice.micro_batches, mesh=choice.mesh)
         found = decide(graph_of(choice.micro_batches), device, asked).step
-        assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
+        assert choice.seconds == pytest.approx(found.seconds, rel=0.25)
 
 
 def test_uneven_stages_and_uneven_samples_count() -> None:

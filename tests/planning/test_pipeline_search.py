@@ -208,7 +208,7 @@ def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
 def nodes(inter: float) -> ClusterSpec:
     """Two nodes of two devices, whose links to each other make so many bytes/s."""
     return ClusterSpec(
-        nodes=2, devices_per_node=2, device="h200", intra=Link(2e-6, 450e9), inter=Link(5e-6, inter)
+        nodes=2, devices_per_node=2, device="a100", intra=Link(2e-6, 450e9), inter=Link(5e-6, inter)
     )
 
 
@@ -301,7 +301,7 @@ def test_what_is_measured_is_told_apart_sooner() -> None:
 
 
 def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> None:
-    cluster = ClusterSpec(devices_per_node=4, device="h200", memory="80GB", intra=Link(2e-6, 450e9))
+    cluster = ClusterSpec(devices_per_node=4, device="a100", memory="80GB", intra=Link(2e-6, 450e9))
     found = finish(decide_all(graph_of, BATCH, cluster, OPEN)).plan
     assert found.mesh == Mesh((4,))
 
