@@ -44,7 +44,9 @@ VISITS = 5
 SURELY = 10  # budgets that one run takes of what isn't just slow for once
 LONG_VISITS = 2  # of what takes longer than its budget, after one run to warm up
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
-HEAD_START = 1_000_000  # cycles for which a GPU idles before a run: half a millisecond or so
+HEAD_START = 1_000_000  # cycles for which a GPU idles before a run, at least: half a millisecond or so
+MOST_START = 40_000_000  # and at most
+CYCLES = 4e9  # in a second, by twice the clock of a GPU: the host takes longer now and then
 FEW_PAGES = 16  # new ones in a run that counts all the same
 MIN_RUNS, MAX_RUNS = 3, 200
 BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
@@ -84,6 +86,7 @@ class _Timed:
 
     def __init__(self, run: Run, device: torch.device, budget: float) -> None:
         self.run, self.device, self.budget = run, device, budget
+        self.head_start = HEAD_START
         self.visits: list[list[Lap]] = []
         self.settled: list[list[Lap]] = []  # of each visit, the runs that met no new pages
         seconds, most = self._warm_up(), VISITS * budget
@@ -97,10 +100,12 @@ class _Timed:
         self.wanted = max(1, min(MAX_RUNS, int(budget / max(seconds, 1e-9))))
 
     def _warm_up(self) -> float:
-        """Wall seconds of a run that doesn't count."""
+        """Wall seconds of a run that doesn't count. A GPU's head start is what the host took to tell of it."""
         synchronize(self.device)
         start = time.perf_counter()
         self._marks()
+        told = time.perf_counter() - start
+        self.head_start = head_start(told)
         synchronize(self.device)
         return time.perf_counter() - start
 
@@ -133,12 +138,17 @@ class _Timed:
 
     def _marks(self) -> Sequence[Mark]:
         if self.device.type == "cuda":
-            torch.cuda._sleep(HEAD_START)
+            torch.cuda._sleep(self.head_start)
         return self.run(lambda: moment(self.device))
 
 
 def _lap(marks: Sequence[Mark]) -> Lap:
     return [between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def head_start(host_seconds: float) -> int:
+    """Cycles for which a GPU idles, until a host that takes so long has told it all of a run."""
+    return int(min(MOST_START, max(HEAD_START, CYCLES * host_seconds)))
 
 
 def new_pages() -> int:

@@ -96,3 +96,10 @@ def test_what_takes_longer_than_its_budget_runs_a_few_times_and_the_fastest_is_t
 
     times = repeat(run, CPU, budget=0.05)
     assert (times.runs, times.parts, times.least) == (LONG_VISITS, (2.5,), 2.0)
+
+
+def test_a_gpu_idles_until_a_slow_host_has_told_all() -> None:
+    """Twice as long as the host took: a GPU of 2 GHz."""
+    assert timing.head_start(0.0) == timing.head_start(1e-4) == timing.HEAD_START
+    assert timing.head_start(2e-3) == 8_000_000
+    assert timing.head_start(1.0) == timing.MOST_START

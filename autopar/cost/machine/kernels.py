@@ -15,7 +15,7 @@ Fused attention takes its queries in tiles, walks through their keys, and reache
 
 Source: NVIDIA, Matrix Multiplication Background User's Guide (tiles, waves); Dao, FlashAttention-2, 2023.
 The efficiencies are estimates; those of attention follow calls measured on an H100 and an H200
-(`costdb/devices`), half of which they meet within 30 % forward and 20 % backward.
+(`costdb/devices`), half of which they meet within 33 % forward and 22 % backward.
 """
 
 from __future__ import annotations

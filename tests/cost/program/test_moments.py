@@ -25,7 +25,7 @@ NODE = ClusterSpec(
     devices_per_node=2,
     device="h200",
     intra=Link(latency=1e-6, bandwidth=50e9),
-    host=Link(latency=1e-6, bandwidth=20e9),
+    host=Link(latency=1e-6, bandwidth=2e9),
 )
 
 
