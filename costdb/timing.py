@@ -100,7 +100,7 @@ class _Timed:
         self.wanted = max(1, min(MAX_RUNS, int(budget / max(seconds, 1e-9))))
 
     def _warm_up(self) -> float:
-        """Wall seconds of a run that doesn't count. A GPU's head start is what the host took to tell of it."""
+        """Wall seconds of a run that doesn't count; its head start follows what the host took to tell it."""
         synchronize(self.device)
         start = time.perf_counter()
         self._marks()

@@ -113,7 +113,7 @@ def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> 
             model, x = Looked(), torch.zeros(4096 // micro_batches, dtype=torch.long)
         return only_loss(trace(model, (x,), {}).graph)
 
-    device = ClusterSpec(devices_per_node=1, device="h200")
+    device = ClusterSpec(devices_per_node=1, device="a100")
     screen = Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
     choices = screen.choices(1)
     assert [each.micro_batches for each in choices] == [1, 4]
