@@ -275,7 +275,8 @@ def _fused_adam(operator: Any, lists: tuple[Any, ...], options: Mapping[str, Any
         _own_steps[operator] = _fused_adam
 
 
-_own_steps: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+# Of a torch that has no such handlers nothing goes another way than torch's.
+_own_steps: dict[Any, Any] = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
 for _packet in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_):
     for _overload in (_packet.default, _packet.tensor_lr):
         _own_steps.setdefault(_overload, _fused_adam)
