@@ -195,9 +195,7 @@ class InputValues(TorchFunctionMode):
 
     def _by_value(self, value: Any) -> Any:
         """The arguments with what is known of tensors, which have values also where devices have none."""
-        value = tree_map_only(
-            torch.device, lambda device: torch.device("cpu") if device.type == "meta" else device, value
-        )
+        value = tree_map_only(torch.device, _with_values, value)
         return tree_map_only(Tensor, lambda tensor: self._made[id(tensor)].value, value)
 
 
