@@ -30,6 +30,7 @@ from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_dims import find_batch, said_batch
 from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
 from autopar.sharding.strategies import dims_of
+from autopar.trace.call_forms import arguments_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import split_batch
@@ -432,9 +433,8 @@ def count_of(graph: Graph, call: Arguments, scale: Scale) -> Count:
 
 def _kept_labels(item: Operator, graph: Graph) -> tuple[tuple[Operator, ...], str]:
     """What a mean over labels divides by: the weights of their classes, or 1 each, but for ignored ones."""
-    names = [argument.name for argument in item.target._schema.arguments]
     given = {argument.name: argument.default_value for argument in item.target._schema.arguments}
-    given |= dict(zip(names, item.args, strict=False)) | item.kwargs
+    given |= arguments_of(item)
     labels, weight = Ref(item.operands[1]), given.get("weight")
     made = [_call("kept", aten.ne.Scalar, labels, int(given["ignore_index"]))]
     if isinstance(weight, Ref):

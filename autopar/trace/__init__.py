@@ -21,7 +21,6 @@ sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
 known_masks          masks of attention that hide nothing, or what comes later
 grouped_heads        keys that heads share, not spread over them
-attention_calls      calls of attention by the names of arguments
 autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
 spread_out           copies of expanded tensors, which stay

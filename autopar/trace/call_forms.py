@@ -6,14 +6,18 @@
     a library's own name for an operator that is known here --> that operator
 
 A tensor that is taken for its shape alone need be neither whole nor there; programs put in their own device.
+Passes that change arguments of a call take them by name (`arguments_of`) and write it anew (`called`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from autopar.core.graph import Operator
 from autopar.trace.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
@@ -32,6 +36,7 @@ _ALIKE: dict[Any, tuple[Any, int]] = {
     aten.expand_as.default: (aten.expand.default, 1),
 }
 _THEIRS = {"transformers::grouped_mm_fallback": GROUPED_MM}  # what libraries define once they are imported
+_NEEDED = object()  # the default of what has none, equal to nothing
 _CAST_ALIKE = (aten.type_as.default, aten.to.other)
 
 
@@ -87,3 +92,30 @@ def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict
     }
     given = {*kwargs, *(item.name for item in mutable._schema.arguments[: len(args)])}
     return {name: defaults[name] for name in wanted if name in defaults and name not in given}
+
+
+# -- arguments by name ------------------------------------------------------------------------
+
+
+def arguments_of(item: Operator) -> dict[str, Any]:
+    """What an operator is called with, by name."""
+    names = (argument.name for argument in item.target._schema.arguments)
+    return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
+
+
+def called(item: Operator, given: Mapping[str, Any]) -> Operator:
+    """The operator called with these arguments: by place, up to the last one that isn't its default."""
+    schema = item.target._schema.arguments
+    placed = [argument for argument in schema if not argument.kwarg_only]
+    args = [given.get(each.name, each.default_value) for each in placed]
+    defaults = [each.default_value if each.has_default_value() else _NEEDED for each in placed]
+    while args and args[-1] == defaults[len(args) - 1]:
+        args.pop()
+    kwargs = {each.name: given[each.name] for each in schema if each.kwarg_only and each.name in given}
+    return replace(item, args=tuple(args), kwargs=kwargs)
+
+
+def is_view(target: Any) -> bool:
+    """Whether an operator's first result shares its operand's memory, where it can."""
+    returned = target._schema.returns
+    return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write

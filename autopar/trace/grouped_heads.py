@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.core.graph import Graph, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
-from autopar.trace.attention_calls import arguments_of, called, is_view
+from autopar.trace.call_forms import arguments_of, called, is_view
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.spread_out import is_spread_out
 

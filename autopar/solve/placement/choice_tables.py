@@ -92,7 +92,7 @@ class ChoiceTables(Problem):
     """The choices of a graph, each a list of variables of the program, and a table for each tensor.
 
     Raises WideError where an input's conversions are made at several times of a step (gather_phases.py), or
-    tables are too large. Neither a cap nor a price of memory is known here (memory_tables.py).
+    tables are too large. What bytes cost only memory_tables.py knows.
     """
 
     def __init__(
