@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from autopar.core.costs import Collective, SavedByCall, refuse_bad
 from autopar.errors import InputError
+
+IQR = 1.349  # standard deviations between the quartiles of a normal distribution
+ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # by that of the mean
 
 
 def now() -> str:
@@ -43,6 +47,11 @@ class Measurement:
             scratch_bytes=self.scratch_bytes or 0,
             spread=self.spread,
         )
+
+    @property
+    def noise(self) -> float:
+        """The standard error of its seconds, relative, as that of the median of normal laps."""
+        return ERROR_OF_MEDIAN * self.spread / IQR / math.sqrt(max(1, self.runs))
 
     def scaled(self, factor: float) -> Measurement:
         """Copy the measurement with `factor` times the seconds."""

@@ -18,7 +18,7 @@ from costdb import operands
 from costdb.footprint import observe, saved_bytes
 from costdb.measurement import Measurement
 from costdb.rounds import in_rounds
-from costdb.timing import BUDGET_SECONDS, Mark, Times, take_turns
+from costdb.timing import BUDGET_SECONDS, Mark, Times, between, moment, take_turns
 
 SEED = 0  # of the operands' values: a measurement can be repeated
 NOTHING = Call(torch.ops.aten.alias.default, (TensorSpec((1,), torch.float32, requires_grad=True),), {})
@@ -97,8 +97,10 @@ class _Subject:
             self.wanted = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
             self.seeds = tuple(torch.ones_like(result) for result in _differentiable(self.forward()))
             self.trains = bool(self.wanted and self.seeds)
+            start = moment(device)
             if call.target is FUSED or device.type == "cpu":  # compiles, or refuses, before anything is timed
                 self.backward(_differentiable(self.forward()))
+            self.first_seconds = between(start, moment(device)) if device.type == "cpu" else 0.0
         self.arriving = _arriving(call, self.inputs)
         self.results: Any = None
         self.roots: tuple[torch.Tensor, ...] = ()

@@ -8,7 +8,8 @@ it runs: steps of small nets took 1.0 to 1.7 times the processor seconds of thei
 GELUs and layer norms in them 2 to 3 times. So between two passes of a call come one of each other, and
 before a pass what it gets from its neighbour in a step is written anew.
 
-A call that takes longer takes part in fewer rounds, spread over all. Of new pages of memory see timing.py.
+A call that takes longer takes part in fewer rounds, spread over all; one that surely takes longer than its
+budget has been warm since it was made ready. Of new pages of memory see timing.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 
 from costdb.timing import (
     FEW_PAGES,
-    LONG_VISITS,
     MIN_RUNS,
     VISITS,
     WARM_UPS,
@@ -35,10 +35,16 @@ from costdb.timing import (
 
 CPU = torch.device("cpu")
 ROUNDS = 25
+# Of what takes longer than its budget. Of 50 laps of convolutions on a shared machine single ones scattered
+# by 12 to 23 % (standard deviation): means of two by 8 to 16 %, and one slow lap counts in full.
+LONG_ROUNDS = 3
+SURELY = 2  # budgets that the first run takes of what isn't just slow for once
 
 
 class Passes(Protocol):
-    """A call, ready to run."""
+    """A call, ready to run, and how long it took for the first time, at most."""
+
+    first_seconds: float
 
     def arrive(self) -> None:
         """Write what its forward pass gets from the operator before."""
@@ -58,9 +64,9 @@ class Passes(Protocol):
 
 def in_rounds(calls: Sequence[Passes], budget: float) -> list[Times]:
     """Seconds of `calls`, forward and backward, each timed for about `budget` seconds."""
-    timed = [_Timed(call) for call in calls]
-    for _ in range(WARM_UPS):
-        for each in [each for each in timed if each.seconds <= budget]:
+    timed = [_Timed(call, call.first_seconds) for call in calls]
+    for most in (SURELY * budget, *[budget] * (WARM_UPS - 1)):
+        for each in [each for each in timed if each.seconds <= most]:
             each.warm_up()
     for number in range(ROUNDS):
         taking = [each for each in timed if each.takes_part(number, budget)]
@@ -84,7 +90,7 @@ class _Timed:
     """A call, and what its rounds found; `seconds` are those of a run that didn't count."""
 
     call: Passes
-    seconds: float = 0.0
+    seconds: float
     laps: list[tuple[_Lap, _Lap]] = field(default_factory=list)
     _first: _Lap = _Lap(0.0, 0)
 
@@ -103,7 +109,7 @@ class _Timed:
 
     def rounds(self, budget: float) -> int:
         if self.seconds > budget:
-            return LONG_VISITS
+            return LONG_ROUNDS
         return max(VISITS, min(ROUNDS, int(budget / max(self.seconds, 1e-9))))
 
     def forward(self) -> None:

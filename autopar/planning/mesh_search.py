@@ -262,7 +262,7 @@ class MeshProblem:
             best.solution, priced=priced, seconds=priced.seconds, held=priced, status="gap_limit"
         )
         mixed = dataclasses.replace(unstaged(solution, count), bound=best.bound)
-        apart = max(MEASURED_ERROR, margin(priced, best.solution.program))
+        apart = max(MEASURED_ERROR, margin(priced, best.solution.priced))
         return (
             mixed if best.seconds > mixed.seconds * (1 + apart) else dataclasses.replace(best, passed=mixed)
         )

@@ -354,7 +354,7 @@ class Screen:
         for each in sorted(found, key=lambda each: (each.axes, self.place(each))):
             if each.axes >= fastest.axes:
                 break
-            apart = 1 + margin(fastest.solution.priced, each.solution.program)
+            apart = 1 + margin(fastest.solution.priced, each.solution.priced)
             if self.cluster.nodes == 1:  # alike, but for how often messages wait
                 apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)

@@ -24,7 +24,7 @@ from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.planning.apart import MEASURED, margin, measured_share, promise
+from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
 from autopar.planning.ask import Limits
 from autopar.planning.measured_first import Candidate, most_valuable
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
@@ -355,5 +355,6 @@ def _limit(best: tuple[MeshProblem, Step], pure: Step, kind: str) -> float:
     _, step = best
     priced = step.solution.priced
     if kind == Parallelism.BATCH.value:
-        return step.seconds * (1 + margin(priced, pure.solution.program))
-    return step.seconds * (1 + measured_share(priced) * MEASURED)
+        return step.seconds * (1 + margin(priced, pure.solution.priced))
+    apart = max(measured_share(priced) * MEASURED, SURE * noise(priced, pure.solution.priced))
+    return step.seconds * (1 + apart)

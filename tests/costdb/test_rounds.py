@@ -12,8 +12,8 @@ import torch
 from autopar.core.graph import Call, TensorSpec
 from costdb import rounds, timing
 from costdb.profiler import measure, measure_together
-from costdb.rounds import ROUNDS, in_rounds
-from costdb.timing import LONG_VISITS, VISITS, WARM_UPS
+from costdb.rounds import LONG_ROUNDS, ROUNDS, SURELY, in_rounds
+from costdb.timing import VISITS, WARM_UPS
 from tests.costdb.test_timing import Clock
 
 ATEN = torch.ops.aten
@@ -23,8 +23,10 @@ WARM, COLD = 0.001, 0.003
 class Recorded:
     """A call that writes down what is done, and takes longer where its `memory` isn't what was used last."""
 
-    def __init__(self, name: str, clock: Clock, done: list[str], seconds: float = 0.0) -> None:
-        self.name, self.clock, self.done, self.seconds = name, clock, done, seconds
+    def __init__(
+        self, name: str, clock: Clock, done: list[str], seconds: float = 0.0, first: float = 0.0
+    ) -> None:
+        self.name, self.clock, self.done, self.seconds, self.first_seconds = name, clock, done, seconds, first
 
     def arrive(self) -> None:
         self.done.append(f"{self.name} arrives")
@@ -86,10 +88,22 @@ def test_what_takes_long_takes_part_in_fewer_rounds_spread_over_all(clock: Clock
     lengths = {"a": 0.001, "b": 0.01, "c": 1.0}  # seconds of a pass
     calls = [Recorded(name, clock, done, seconds) for name, seconds in lengths.items()]
     short, long, longer = in_rounds(calls, budget=0.06)
-    assert (short.runs, long.runs, longer.runs) == (ROUNDS, VISITS, LONG_VISITS)
+    assert (short.runs, long.runs, longer.runs) == (ROUNDS, VISITS, LONG_ROUNDS)
     assert longer.parts == pytest.approx((1.0, 1.0))
     between = passes(done).split("b>")[2 + WARM_UPS - 1 : -1]
     assert all(part.count("a>") == ROUNDS // VISITS for part in between)
+
+
+def test_what_surely_takes_long_is_warm_and_what_was_slow_for_once_is_not_long(clock: Clock) -> None:
+    done: list[str] = []
+    budget = 0.06
+    calls = [
+        Recorded("a", clock, done, seconds=1.0, first=2.0),
+        Recorded("b", clock, done, seconds=0.001, first=SURELY * budget),
+    ]
+    long, short = in_rounds(calls, budget)
+    assert passes(done).startswith("b>b<" * WARM_UPS)
+    assert (long.runs, short.runs) == (LONG_ROUNDS, ROUNDS)
 
 
 def test_values_of_operands_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
