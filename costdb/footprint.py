@@ -9,7 +9,7 @@ a result's is named as such, any other is the call's own.
     y = linear(x, w, b)         saved: x, w                 -> operands (0, 1)
 
 The meta device does for most operators; for the few that choose their kernel by device, fake CPU
-tensors do, about ten times slower.
+tensors do, about ten times slower. Of an LSTM on a CPU a few steps are run (recurrence.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import facts_of
 from autopar.core.size_patterns import ResultShapes, SizePattern, pattern_of, result_shapes
 from autopar.errors import CostMissingError
-from autopar.ops.recurrent import steps_of
+from autopar.ops.recurrent import has_workspace, steps_of
 from costdb import operands
-from costdb.recurrence import footprint_of_steps
+from costdb.recurrence import footprint_of_steps, saved_in_runs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 _KNOWN: dict[tuple[str, str], Footprint] = {}
+_RUN: dict[str, SavedByCall] = {}
 _PATTERNS: dict[tuple[str, str], tuple[Footprint, ResultShapes] | None] = {}  # None: sizes matter
 
 
@@ -51,11 +52,16 @@ def footprint(call: Call, kind: str = "cpu") -> Footprint:
     """
     known = kind, call.key()
     if known not in _KNOWN:
-        if steps := steps_of(call):
-            _KNOWN[known] = footprint_of_steps(call, steps, partial(footprint, kind=kind))
-        else:
-            _KNOWN[known] = _by_pattern(call, kind) or _observe_without_data(call, kind)
+        found = _found(call, kind)
+        runs = kind == "cpu" and has_workspace(call)
+        _KNOWN[known] = replace(found, saved=saved_in_runs(call, _run)) if runs else found
     return _KNOWN[known]
+
+
+def _found(call: Call, kind: str) -> Footprint:
+    if steps := steps_of(call):
+        return footprint_of_steps(call, steps, partial(_found, kind=kind))
+    return _by_pattern(call, kind) or _observe_without_data(call, kind)
 
 
 def saved(call: Call, kind: str = "cpu") -> SavedByCall:
@@ -130,6 +136,28 @@ def _learned(pattern: SizePattern, kind: str) -> tuple[Footprint, ResultShapes] 
 
 def _without_shapes(found: Footprint) -> Footprint:
     return replace(found, results=tuple(spec and replace(spec, shape=()) for spec in found.results))
+
+
+def _run(call: Call) -> SavedByCall:
+    if call.key() not in _RUN:
+        with on_zeros(call) as (run, inputs):
+            _RUN[call.key()] = observe(run, inputs).saved
+    return _RUN[call.key()]
+
+
+@contextmanager
+def on_zeros(call: Call) -> Iterator[tuple[Callable[[], Any], tuple[torch.Tensor, ...]]]:
+    """Within, the call as a function that really runs on this CPU, with its operands.
+
+    Raises CostMissingError if the operator refuses the operands.
+    """
+
+    def zeros(spec: TensorSpec) -> torch.Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=CPU, requires_grad=spec.requires_grad)
+
+    with torch.random.fork_rng(devices=()), operands.refused(call):  # dropout between layers draws
+        args, kwargs, inputs = operands.fill(call, CPU, zeros)
+        yield lambda: call.target(*args, **kwargs), inputs
 
 
 @contextmanager

@@ -15,7 +15,7 @@ operands' sizes there, and nothing else: an estimate.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.costs import Passes, Slope
 from autopar.core.graph import Call
-from autopar.ops.recurrent import steps_of
+from autopar.ops.recurrent import has_workspace, steps_of
 from costdb import operands
-from costdb.footprint import storage_of, without_data
-from costdb.recurrence import passes_of_steps
+from costdb.footprint import on_zeros, storage_of, without_data
+from costdb.recurrence import passes_in_runs, passes_of_steps
 
 _KNOWN: dict[tuple[str, str], Passes] = {}
+_RUN: dict[str, Passes] = {}
 
 
 def passes(call: Call, kind: str = "cpu") -> Passes:
@@ -39,7 +40,9 @@ def passes(call: Call, kind: str = "cpu") -> Passes:
     """
     known = kind, call.key()
     if known not in _KNOWN:
-        if steps := steps_of(call):
+        if kind == "cpu" and has_workspace(call):
+            _KNOWN[known] = passes_in_runs(call, _run)
+        elif steps := steps_of(call):
             _KNOWN[known] = passes_of_steps(call, steps, partial(passes, kind=kind))
         else:
             _KNOWN[known] = _observe(call, kind)
@@ -47,7 +50,19 @@ def passes(call: Call, kind: str = "cpu") -> Passes:
 
 
 def _observe(call: Call, kind: str) -> Passes:
-    with without_data(call, kind) as (run, inputs), torch.enable_grad():
+    with without_data(call, kind) as (run, inputs):
+        return _seen(run, inputs)
+
+
+def _run(call: Call) -> Passes:
+    if call.key() not in _RUN:
+        with on_zeros(call) as (run, inputs):
+            _RUN[call.key()] = _seen(run, inputs)
+    return _RUN[call.key()]
+
+
+def _seen(run: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Passes:
+    with torch.enable_grad():
         forward = _NewBytes(item.untyped_storage() for item in inputs)
         with forward:
             results = [item for item in operands.tensors(run()) if item is not None]

@@ -21,6 +21,7 @@ from autopar.sharding.rule import Instance, Rule, Sample, register
 aten = torch.ops.aten
 BATCH_FIRST = 8  # its place among a layer's arguments
 MANY = 64  # steps: what more of them do is known from few, since torch runs them one by one, in Python
+LARGEST = 256 << 20  # bytes of weights with which a CPU's kernel is run for what it keeps
 
 
 def steps_of(call: Call) -> int:
@@ -29,6 +30,14 @@ def steps_of(call: Call) -> int:
         return 0
     steps: int = call.args[0].shape[steps_dim(call)]
     return steps if steps > MANY else 0
+
+
+def has_workspace(call: Call) -> bool:
+    """Whether a CPU computes it by oneDNN's kernel, which keeps what shapes don't tell."""
+    if call.target is not aten.lstm.input or len(call.args[0].shape) != len("TNC"):
+        return False
+    nbytes: int = sum(spec.nbytes for spec in call.args[2])
+    return call.args[0].numel > 0 and nbytes <= LARGEST
 
 
 def samples_of(call: Call) -> int:

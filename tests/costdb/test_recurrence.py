@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,8 +50,9 @@ def test_few_steps_say_what_many_keep_and_make(
     monkeypatch.setattr(recurrent, "MANY", max(recurrence.MADE))
     call = layer(target, 32, both=both, batch_first=batch_first, requires_grad=requires_grad)
     assert recurrent.steps_of(call) == 32
-    assert footprint.footprint(call) == footprint._observe_without_data(call, "cpu")
-    found, true = slopes.passes(call), slopes._observe(call, "cpu")
+    assert footprint._found(call, "cpu") == footprint._observe_without_data(call, "cpu")
+    found = recurrence.passes_of_steps(call, 32, lambda few: slopes._observe(few, "cpu"))
+    true = slopes._observe(call, "cpu")
     assert found.slopes == true.slopes and found.forward_bytes == true.forward_bytes
     assert found.backward_bytes == pytest.approx(true.backward_bytes, rel=0.05)
 
@@ -68,7 +70,25 @@ def test_many_steps_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "_observe_without_data", lambda call, kind: spy(call, kept))
     monkeypatch.setattr(slopes, "_observe", lambda call, kind: spy(call, made))
     call = layer(ATEN.lstm.input, 1000, both=False, batch_first=True, requires_grad=True)
-    result = footprint.footprint(call).results[0]
+    result = footprint.footprint(call, "cuda").results[0]
     assert result is not None and result.shape == (SAMPLES, 1000, UNITS)
-    assert slopes.passes(call).slopes[0] == Slope(call.args[0].nbytes)
+    assert slopes.passes(call, "cuda").slopes[0] == Slope(call.args[0].nbytes)
     assert sorted(seen) == [3, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("steps", "both", "dropout"), [(5, False, 0.0), (70, True, 0.5)])
+def test_what_an_lstm_keeps_and_makes_on_a_cpu_is_what_its_kernel_does(
+    steps: int, both: bool, dropout: float
+) -> None:
+    call = layer(ATEN.lstm.input, steps, both=both, batch_first=True, requires_grad=True)
+    x, states, weights, bias, layers, _, *others = call.args
+    call = Call(call.target, (x, states, weights, bias, layers, dropout, *others), {})
+    before = torch.random.get_rng_state()
+    found, made = footprint.footprint(call), slopes.passes(call)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    kept, true = footprint._run(call), slopes._run(call)
+    assert found.saved.operands == kept.operands and made.slopes == true.slopes
+    near = partial(pytest.approx, rel=0.1)  # workspaces come in pages of 4 KiB
+    assert found.saved.extra_bytes == near(kept.extra_bytes)
+    assert (made.forward_bytes, made.backward_bytes) == near((true.forward_bytes, true.backward_bytes))
+    assert footprint.footprint(call, "cuda").saved.extra_bytes != near(kept.extra_bytes)
