@@ -49,7 +49,9 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """What a function makes of inputs; its arguments hold `Input` and `Computed` where it takes tensors."""
+    """What a function makes of inputs; its arguments hold `Input` and `Computed` where it takes tensors.
+
+    Each is one of its own, also in a table: what is freed leaves its place in memory to another."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -86,7 +88,7 @@ class Decision:
     answer: Any
     line: str
 
-    def holds(self, tensors: Sequence[Tensor], known: dict[int, Any]) -> bool:
+    def holds(self, tensors: Sequence[Tensor], known: dict[Computed, Any]) -> bool:
         """Whether a call's tensors give the same answer; `known` are values of this call."""
         answer = evaluate(self.asked, tensors, known)
         return type(answer) is type(self.answer) and bool(answer == self.answer)
@@ -96,23 +98,23 @@ def changed(decisions: Sequence[Decision], tensors: Sequence[Tensor]) -> Decisio
     """The first one whose answer is another for these tensors."""
     if not decisions:
         return None
-    known: dict[int, Any] = {}
+    known: dict[Computed, Any] = {}
     with torch.no_grad():
         return next((item for item in decisions if not item.holds(tensors, known)), None)
 
 
-def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[int, Any]) -> Any:
+def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[Computed, Any]) -> Any:
     """The value for the tensors of a call; each function runs once."""
     match value:
         case Input():
             return tensors[value.place]
         case Computed():
-            if id(value) not in known:
+            if value not in known:
                 of = partial(evaluate, tensors=tensors, known=known)
                 args, kwargs = tree_map(of, (value.args, value.kwargs))
                 result = value.function(*args, **kwargs)
-                known[id(value)] = result if value.index is None else result[value.index]
-            return known[id(value)]
+                known[value] = result if value.index is None else result[value.index]
+            return known[value]
     return value
 
 
@@ -125,7 +127,7 @@ class InputValues(TorchFunctionMode):
     def __init__(self, fakes: Mapping[int, Tensor], tensors: Sequence[Tensor], reads: Reads) -> None:
         super().__init__()
         self._tensors, self._reads = tensors, reads
-        self._known: dict[int, Any] = {}  # values of the call
+        self._known: dict[Computed, Any] = {}  # values of the call
         self._made: dict[int, _Known] = {}
         if not any(tensor.is_meta for tensor in tensors):
             for place, fake in fakes.items():

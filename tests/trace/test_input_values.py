@@ -171,6 +171,16 @@ def test_a_tensor_of_a_list_is_as_the_list_was() -> None:
     assert not any("mul" in str(item.target) for item in _recorded(then, LENGTHS)[0].graph.operators)
 
 
+def test_every_question_has_its_own_answer() -> None:
+    def then(h: Tensor, other: Tensor) -> Tensor:
+        for count in range(1, 20):
+            assert torch.arange(count).tolist() == list(range(count))
+            assert torch.arange(count).sum().item() == sum(range(count))
+        return h
+
+    assert not _recorded(then, LENGTHS)[1].decisions
+
+
 def test_inputs_that_forward_writes_are_answered_as_they_are_then() -> None:
     def then(h: Tensor, other: Tensor) -> Tensor:
         last = other.clone()
