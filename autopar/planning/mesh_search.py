@@ -41,10 +41,10 @@ from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
+from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.placement.written_programs import WrittenPrograms
@@ -102,6 +102,9 @@ class MeshProblem:
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
     known_cuts: KnownCuts = dataclasses.field(default_factory=KnownCuts)
+    priced_programs: WrittenPrograms = dataclasses.field(
+        default_factory=WrittenPrograms
+    )  # for prices of bytes
 
     @property
     def roles(self) -> Mapping[str, Member] | None:
@@ -508,7 +511,7 @@ class MeshProblem:
             cutoff=cutoff / self.request.micro_batches,
             work=limits.work,
             brief=ask.multiplier is not None and ask.multiplier < 1.0,
-            programs=programs,
+            programs=programs if ask.memory_price == FREE else self.priced_programs,
         )
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))

@@ -48,7 +48,7 @@ from autopar.solve.memory.offload import overlapped
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.search import Solution
+from autopar.solve.placement.solution import Solution
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened for stages, about

@@ -36,7 +36,7 @@ from autopar.results.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over, left
-from autopar.solve.placement.search import CutoffError, Solution
+from autopar.solve.placement.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
 from costdb.database import Database

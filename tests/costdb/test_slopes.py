@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from autopar.core.graph import Call, TensorSpec
-from costdb.slopes import Passes, Slope, _observe, passes
+from autopar.sharding.rule import RULES
+from costdb.slopes import Passes, Slope, _by_pattern, _observe, passes
 
 ATEN = torch.ops.aten
 N = 4 * 4 * 8  # bytes of [4, 8]
@@ -60,3 +62,43 @@ def test_a_storage_at_the_address_of_one_let_go_is_new() -> None:
     address."""
     made, wanted = CASES["cross_entropy"]
     assert {_observe(made, "cpu") for _ in range(600)} == {wanted}
+
+
+def test_of_every_sample_of_a_rule_what_follows_from_other_sizes_is_what_is_observed() -> None:
+    followed = 0
+    for sample in itertools.chain.from_iterable(rule.samples() for rule in dict.fromkeys(RULES.values())):
+        made = Call(sample.target, *torch.utils._pytree.tree_map(_described, (sample.args, sample.kwargs)))
+        if (found := _by_pattern(made, "cpu")) is not None:
+            followed += 1
+            assert found == _observe(made, "cpu"), made.key()
+    assert followed > 10
+
+
+def _described(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorSpec(
+        tuple(leaf.shape), leaf.dtype, leaf.requires_grad or leaf.is_floating_point(), leaf.layout
+    )
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        call(ATEN.linear.default, x(64, 96), x(48, 96), x(48)),
+        call(ATEN.linear.default, x(2, 64, 96), x(48, 96)),
+        call(ATEN.layer_norm.default, x(64, 96), [96]),
+        call(ATEN.add.Tensor, x(64, 1), x(1, 32)),
+        call(ATEN.sum.default, x(64, 32)),
+        CASES["cross_entropy"][0],
+    ],
+    ids=lambda made: str(made.target),
+)
+def test_calls_of_all_sizes_make_what_their_pattern_says(made: Call) -> None:
+    found = _by_pattern(made, "cpu")
+    assert found is None or found == _observe(made, "cpu")
+
+
+def test_sizes_that_decide_what_is_made_make_a_call_one_of_its_own() -> None:
+    assert _by_pattern(call(ATEN.view.default, x(4, 8), [8, 4]), "cpu") is None
+    assert _by_pattern(call(ATEN.linear.default, x(4, 8), x(6, 8)), "cpu") is not None

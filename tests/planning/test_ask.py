@@ -12,7 +12,7 @@ from autopar.core.mesh import Mesh
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.solve.placement.search import CutoffError
+from autopar.solve.placement.solution import CutoffError
 from tests.solve.brute_force import chain, random_prices
 
 

@@ -14,7 +14,7 @@ from autopar.planning import mesh_search
 from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.request import Request
 from autopar.planning.search import decide
-from autopar.solve.placement.search import CutoffError, Solution
+from autopar.solve.placement.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from tests.planning.test_pipeline_search import CLUSTER, graph_of
 

@@ -28,7 +28,7 @@ from autopar.planning.request import Request
 from autopar.planning.screening import ROUGH, Placed, Screen
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
-from autopar.solve.placement.search import CutoffError, Solution
+from autopar.solve.placement.solution import CutoffError, Solution
 from autopar.solve.stages import step
 from autopar.solve.stages.step import Step
 from autopar.trace.export import trace

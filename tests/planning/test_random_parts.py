@@ -21,7 +21,7 @@ from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
-from autopar.solve.placement.search import Solution
+from autopar.solve.placement.solution import Solution
 from autopar.solve.stages.step import Step, unstaged
 from tests.proof.models import draw_model
 from tests.proof.plans import draw_program

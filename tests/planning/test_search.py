@@ -24,7 +24,7 @@ from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.search import check_cutoff
+from autopar.solve.placement.solution import check_cutoff
 from autopar.trace.export import Traced, trace
 from examples.characters import gpt
 from tests.planning.weight_bytes import weight_bytes

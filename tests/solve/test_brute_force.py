@@ -22,8 +22,10 @@ from autopar.sharding.strategies import options_of
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
+from autopar.solve.placement.least_memory import least
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import Solution, _PlacementSearch, choose, least
+from autopar.solve.placement.search import _PlacementSearch, choose
+from autopar.solve.placement.solution import Solution
 from autopar.solve.placement.space import Space, build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (

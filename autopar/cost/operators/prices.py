@@ -14,18 +14,18 @@ from typing import Any
 import autopar.runtime.collectives.placement_moves
 import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that rules write)
 from autopar.core.costs import Collective, OperatorCost
-from autopar.core.graph import Call, Operator, TensorSpec
+from autopar.core.graph import Call, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.neighbours import ratio
-from autopar.cost.operators.calls import OperatorCalls, read_calls
+from autopar.cost.operators.calls import OperatorCalls, read_call, read_calls
 from autopar.cost.operators.fused_groups import Member
 from autopar.cost.operators.fused_memory import fused_calls, fused_saved
 from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
 from autopar.cost.operators.group_calls import Group, Lowered, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
-from autopar.cost.operators.saved import SavedTensors, find_saved, stand_ins
+from autopar.cost.operators.saved import SavedTensors, find_saved, saved_by_call, stand_ins
 from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
@@ -34,6 +34,7 @@ from autopar.sharding.rule import GATHER, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
+from costdb.operands import specs as operands_of
 
 TIE = 1e-3  # of the time to write what is saved: too little to change which plan is fastest
 INNER_LAUNCHES = {"cpu": 100, "cuda": 6}  # of an operator that exchanges within, each way
@@ -88,6 +89,21 @@ class _Held:
 
     parts: Mapping[object, int]
     reads: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a rule writes for a rank: the costs of its calls, those that may be products, those that can be
+    measured, seconds of exchanges within, those that recomputing repeats, what it saves and takes."""
+
+    costs: tuple[OperatorCost, ...]
+    products: tuple[Call, ...]
+    calls: tuple[Call, ...]
+    inner: tuple[tuple[float, float], ...]
+    recompute: float
+    saved: SavedTensors
+    taken: Sequence[TensorSpec]
+    launches: int
 
 
 @dataclass(slots=True)
@@ -182,7 +198,11 @@ class Prices(TensorPrices):
             known = self._operators if local is None else self.known.local
             key = self._key(operation, strategy) if local is None else local
             if key not in known:
-                known[key] = self._price(operation, strategy)
+                known[key] = (
+                    self._price(operation, strategy)
+                    if local is None
+                    else self._price_of_call(operation, local)
+                )
             found = known[key]
             if is_general:
                 self.known.operators[sign] = found
@@ -193,7 +213,9 @@ class Prices(TensorPrices):
         else: where the rule writes the plain call, it depends on operands' shapes. None of others."""
         if type(rule_of(operation)).lower is not Rule.lower or self._member(operation) is not None:
             return None
-        if operation.target is CUSTOM or not self._constants.isdisjoint(operation.operands):
+        if operation.target is CUSTOM or operation.target.namespace == "autopar":
+            return None
+        if not self._constants.isdisjoint(operation.operands):
             return None
         specs, place = self.graph.specs, self._place(operation, strategy)
         if operation.name not in self._kinds:
@@ -279,7 +301,9 @@ class Prices(TensorPrices):
         local = self._local(operation, strategy)
         known = self._calls if local is None else self.known.calls
         key = (self._key(operation, strategy), moved, needed) if local is None else local
-        if key not in known:
+        if key not in known and local is not None:
+            known[key] = read_call(self._local_call(operation, local), self.device.kind)
+        elif key not in known:
             emitter, values, results = self._lower(operation, strategy)
             found = read_calls(emitter, values, results, self.device.kind)
             member = self._member(operation)
@@ -338,6 +362,30 @@ class Prices(TensorPrices):
             )
             raise
 
+    def _price_of_call(self, operation: Operator, local: Any) -> Price:
+        """The price of an operator that is one local call."""
+        call = self._local_call(operation, local)
+        try:
+            cost = self.call(call)
+            saved = saved_by_call(call, self.device.kind)
+        except (AutoparError, RuntimeError, TypeError) as error:
+            error.add_note(f"while pricing {operation.name}, {call.key()}")
+            raise
+        return self._put_together(
+            operation, _Work((cost,), (call,), (call,), (), cost.forward_seconds, saved, operands_of(call), 1)
+        )
+
+    def _local_call(self, operation: Operator, local: Any) -> Call:
+        """The call of an operator that is one, on operands of the shapes that `local` ends with."""
+        *_, shapes = local
+        specs = [self.graph.specs[name] for name in operation.operands]
+        operands = iter(
+            TensorSpec(shape, spec.dtype, spec.requires_grad and self.training)
+            for spec, shape in zip(specs, shapes, strict=True)
+        )
+        args, kwargs = map_refs((operation.args, operation.kwargs), lambda _: next(operands))
+        return Call(operation.target, args, kwargs)
+
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
         emitter, values, results = self._lower(operation, strategy)
         doubles = stand_ins(emitter)
@@ -356,56 +404,50 @@ class Prices(TensorPrices):
             own = [self.call(item) for item in (*local, *strips)]
             recompute += sum(item.forward_seconds for item in own[:written])
             costs += own
-        compute = sum(self._seconds(item) for item in costs)
-        missing = sum(self._seconds(item) for item in costs if not item.measured)
-        between = sum(self._seconds(item) for item in costs if item.interpolated)
         inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
-        talk = sum(map(sum, inner))
-        work = sum(flops(item) for item in local)
-        ahead = sum(item.forward_seconds for item in costs) * self.model.contention
-        behind = compute - ahead
-        weights = behind * self._weights_share(operation, work)
-        late = weights if operation.target in PRODUCTS else 0.0
-        ahead += sum(before for before, _ in inner)
         saved = find_saved(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if fused is not None and member is not None:
             saved = fused_saved(saved, member, emitter.described(tuple(values)))
         calls = measurable + strips
         launches = len(calls) if fused is None or member is None else int(member.leads)
+        taken = emitter.described(tuple(values))
+        return self._put_together(
+            operation, _Work(tuple(costs), local, calls, tuple(inner), recompute, saved, taken, launches)
+        )
+
+    def _put_together(self, operation: Operator, work: _Work) -> Price:
+        """The price of what a rule writes."""
+        costs, saved = work.costs, work.saved
+        compute = sum(self._seconds(item) for item in costs)
+        ahead = sum(item.forward_seconds for item in costs) * self.model.contention
+        behind, products = compute - ahead, sum(flops(item) for item in work.products)
+        price = Price(
+            compute,
+            sum(map(sum, work.inner)),
+            sum(self._seconds(item) for item in costs if not item.measured),
+            products,
+            work.calls,
+            SavedTensors(aliases=saved.aliases),
+            forward=ahead + sum(before for before, _ in work.inner),
+            interpolated_seconds=sum(self._seconds(item) for item in costs if item.interpolated),
+            launches=work.launches,
+        )
         if not self.training:
-            return Price(
-                compute,
-                talk,
-                missing,
-                work,
-                calls,
-                SavedTensors(aliases=saved.aliases),
-                forward=ahead,
-                interpolated_seconds=between,
-                launches=launches,
-            )
+            return price
+        weights = behind * self._weights_share(operation, products)
         sizes = (
-            emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
+            math.prod(work.taken[index].shape) * work.taken[index].dtype.itemsize
             for index in saved.operands
             if operation.operands[index] not in self._parameters
         )
-        tie = TIE * (sum(sizes) + saved.extra_bytes) / self.device.bandwidth
-        recompute *= self.model.contention
-        return Price(
-            compute,
-            talk,
-            missing,
-            work,
-            calls,
-            saved,
-            tie,
-            forward=ahead,
+        return replace(
+            price,
+            saved=saved,
+            tie=TIE * (sum(sizes) + saved.extra_bytes) / self.device.bandwidth,
             weights=weights,
-            recompute=recompute,
+            recompute=work.recompute * self.model.contention,
             behind=behind,
-            late=late,
-            interpolated_seconds=between,
-            launches=launches,
+            late=weights if operation.target in PRODUCTS else 0.0,
         )
 
     def _estimated(self, operation: Operator, lowered: Lowered) -> tuple[OperatorCost, Traffic] | None:

@@ -15,6 +15,7 @@ from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.saved.recompute import stays
 from costdb.footprint import footprint
+from costdb.operands import specs as operands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,22 @@ def find_saved(
         aliases=tuple(places.get(root.get(result, result)) for result in results),
         held=frozenset(index for value, index in ends.items() if _is_held(value)),
         sizes=tuple(_nbytes(emitter, root.get(result, result)) for result in results),
+    )
+
+
+def saved_by_call(call: Call, kind: str) -> SavedTensors:
+    """What an operator saves that is one local call."""
+    found, given = footprint(call, kind), operands_of(call)
+    sizes = (
+        given[alias].nbytes if alias is not None else result.nbytes if result is not None else 0
+        for alias, result in zip(found.aliases, found.results, strict=True)
+    )
+    return SavedTensors(
+        operands=frozenset(found.saved.operands),
+        results=frozenset(found.saved.results),
+        extra_bytes=found.saved.extra_bytes,
+        aliases=found.aliases,
+        sizes=tuple(sizes),
     )
 
 

@@ -13,6 +13,7 @@ choice_tables     the same costs as tables, by who makes and takes a tensor
 elimination       the cheapest program by these, of long, narrow graphs
 memory_tables     what bytes cost in these tables, at a price for each memory row
 capped_elimination   the cheapest program under a cap by these
+priced_elimination   the cheapest program where bytes have a price by these
 flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for
@@ -22,6 +23,8 @@ symmetry          axes that are interchangeable
 multipliers       of what hides: which to solve for next
 written_programs   one program under several multipliers, written once
 search            solves it, and checks the answer
+solution          what is found: a program, its seconds, its bound
+least_memory      the program that needs fewest bytes, and the error that says how many
 decode            from choices to a Program
 local_search      programs that differ by a single choice
 memory_frontier   programs where bytes have a price

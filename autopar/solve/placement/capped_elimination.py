@@ -21,17 +21,16 @@ import math
 from dataclasses import dataclass, field, replace
 
 from autopar.core.offload import Offload
-from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
 from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.decode import Choices, decoded
 from autopar.solve.placement.elimination import least
 from autopar.solve.placement.memory_tables import UNPRICED, Chosen, MemoryTables, RowPrices, Totals
-from autopar.solve.placement.search import Solution, check_cutoff, check_promise, completed
+from autopar.solve.placement.priced_elimination import program_of
+from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed
 
 CUTS = 10  # prices that are tried
 ENOUGH = 2e-3  # of the seconds: the bound rises by no more
@@ -108,7 +107,7 @@ class CappedElimination:
         cost, taken = least(tables.priced_tables(prices, recomputes=False), list(map(len, tables.choices)))
         if not math.isfinite(cost):
             raise WideError
-        chosen = tables.chosen(taken, prices)
+        chosen = tables.chosen(taken, tables.priced_costs(prices), prices.held)
         self.bounds[prices] = cost
         self.found.append(Found(chosen, tables.totals(chosen)))
 
@@ -204,19 +203,11 @@ class CappedElimination:
     def plan(self, found: Found) -> Solution | None:
         """The plan of an assignment; None if there is none."""
         try:
-            priced = PricedProgram(self.tables.prices, self.program(found.chosen))
+            priced = PricedProgram(self.tables.prices, program_of(self.tables, found.chosen))
         except RuleError:
             return None
         check_promise(self.tables, priced, found.totals.seconds)
         return completed(priced, None, recompute=Recompute.NONE)
-
-    def program(self, chosen: Chosen) -> Program:
-        """The program of these choices."""
-        tables, taken = self.tables, iter(chosen.taken)
-        strategies = {name: tables.space.strategies[name][next(taken)] for name in tables.operators.x}
-        outputs = {name: list(layouts)[next(taken)] for name, layouts in tables.output_layouts.items()}
-        choices = Choices(strategies, tables.stored_ways(chosen), outputs, {})
-        return decoded(tables, choices, cheapest=True)
 
 
 def eliminated_under(

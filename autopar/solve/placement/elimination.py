@@ -25,7 +25,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.solve.placement.choice_tables import MOST_ENTRIES, ChoiceTables, Table, WideError
 from autopar.solve.placement.decode import Choices, decoded
-from autopar.solve.placement.search import Solution, check_cutoff, check_promise, completed
+from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from autopar.solve.placement.choice_tables import (
 from autopar.solve.placement.direct_ways import distances
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase
+from autopar.solve.placement.memory_price import MemoryPrice
 from autopar.solve.placement.operator_variables import value_of
 from autopar.solve.placement.problem import Stored
 from autopar.solve.placement.space import Space
@@ -102,6 +103,8 @@ class MemoryTables(ChoiceTables):
         later = _summed(self.memory.gradients, count)
         self.held_bytes = _summed(self.memory.held, count) - later
         self.resting_bytes = _summed(self.memory.resting, count)
+        self.lasting_bytes = _summed(self.memory.lasting, count)
+        self.saved_bytes = _summed(self.memory.held, count) - self.lasting_bytes
         self.joints, self.saved_flags = self._with_savers()
         self.nbytes = [
             self._saved_bytes(tensor, joint, saves)
@@ -285,18 +288,27 @@ class MemoryTables(ChoiceTables):
         return any(self._savers(item.name, position, of="operands").any() for item, position in uses)
 
     def priced_tables(self, prices: RowPrices, *, recomputes: bool) -> Iterator[Table]:
-        """All tables at prices of bytes; with `recomputes` what is saved costs no more than to compute it
-        again, which is less than any plan that does so takes."""
-        costs = self.priced_costs(prices)
+        """All tables at prices of bytes in the rows under a cap; see `tables_at`."""
+        return self.tables_at(self.priced_costs(prices), prices.held, recomputes=recomputes)
+
+    def tables_at(self, costs: Seconds, price: float, *, recomputes: bool) -> Iterator[Table]:
+        """All tables where variables have these costs and a byte that is saved a price.
+
+        With `recomputes` what is saved costs no more than to compute it again, which is less than any plan
+        that does so takes."""
         own = self.costs if recomputes else costs
         for choice, variables in enumerate(self.choices):
             yield Table((choice,), own[variables])
         for number, joint in enumerate(self.joints):
-            yield self._table(number, joint, costs, prices.held, recomputes=recomputes)
+            yield self._table(number, joint, costs, price, recomputes=recomputes)
 
     def priced_costs(self, prices: RowPrices) -> Seconds:
         """What each variable costs, its bytes among that."""
         return self.costs + prices.held * self.held_bytes + prices.rests * self.resting_bytes
+
+    def costs_at(self, price: MemoryPrice) -> Seconds:
+        """Costs of choices where bytes have a price for how long they are held, and there are no rows."""
+        return self.costs + price.state * self.lasting_bytes + price.saved * self.saved_bytes
 
     def _table(self, number: int, joint: Joint, costs: Seconds, price: float, *, recomputes: bool) -> Table:
         seconds, saved = self.seconds(number), price * self.nbytes[number]
@@ -321,13 +333,15 @@ class MemoryTables(ChoiceTables):
 
     # -- choices ----------------------------------------------------------------------------------------
 
-    def chosen(self, taken: Sequence[int], prices: RowPrices) -> Chosen:
-        """The alternatives that are taken, with the best way of keeping each input beside them."""
-        kept, costs = {}, self.priced_costs(prices)
+    def chosen(self, taken: Sequence[int], costs: Seconds, price: float) -> Chosen:
+        """The alternatives that are taken, with the best way of keeping each input beside them.
+
+        Variables have these costs, and a byte that is saved a price."""
+        kept = {}
         for number, joint in enumerate(self.joints):
             if isinstance(joint.made, Kept):
                 place: Any = (slice(None), *(end.number(taken) for end in joint.uses))
-                saved = prices.held * self.nbytes[number][place]
+                saved = price * self.nbytes[number][place]
                 kept[number] = int(
                     (costs[joint.made.variables] + self.seconds(number)[place] + saved).argmin()
                 )

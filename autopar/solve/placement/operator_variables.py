@@ -64,6 +64,7 @@ class OperatorVariables:
         self.x: dict[str, list[int]] = {}
         self.r: dict[str, list[int]] = {}
         self.ends: dict[tuple[str, int], list[int]] = {}
+        self.sizes: dict[tuple[str, int], dict[Layout, int]] = {}  # of the storages of results
         self.add_operators()
 
     def add_operators(self) -> None:
@@ -172,9 +173,15 @@ class OperatorVariables:
 
     def storage_sizes(self, name: str, index: int) -> dict[Layout, int]:
         """The least bytes in which a result that is no view of an operand lies, by layout."""
+        if (name, index) not in self.sizes:
+            self.sizes[name, index] = self.find_sizes(name, index)
+        return self.sizes[name, index]
+
+    def find_sizes(self, name: str, index: int) -> dict[Layout, int]:
+        """See `storage_sizes`."""
         found: dict[Layout, int] = {}
         for strategy in self.space.strategies[name]:
-            saved = self.prices.operator(self.by_name[name], strategy).saved
+            saved = self.prices.plain(self.by_name[name], strategy).saved
             if saved.aliases[index] is None:
                 layout = value_of(tuple(option.results[index] for option in strategy), self.alike)
                 found[layout] = min(found.get(layout, saved.sizes[index]), saved.sizes[index])

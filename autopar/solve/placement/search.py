@@ -11,28 +11,25 @@ from dataclasses import dataclass, replace
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
-from autopar.core.placement import replicated
-from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
+from autopar.errors import InfeasibleError, OverCapError, SolverError
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.memory.offload import fit_by_offload, offload_everything
-from autopar.solve.memory.recompute import everything, fit
-from autopar.solve.memory.remedies import remedies
+from autopar.solve.placement.choice_tables import WideError
 from autopar.solve.placement.chosen import of_chosen
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.least_memory import LEAN_WORK, infeasible, least
 from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.priced_elimination import cheapest_at
 from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed, judged
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.written_programs import WrittenPrograms
-from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
 ROUNDS = 24_000  # operators that are placed, in all, to find a plan that fits
@@ -44,38 +41,7 @@ PRICED_GAP = 5e-3  # from the best where memory has a price, which is a guess it
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 MOST_ROUNDS = 2 * MEMORY_ROUNDS + PRICE_STEPS  # what there is to be tried, in programs that aren't deep
-LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
 UNSOLVED = SolverAnswer(None, math.inf, -math.inf, "time_limit")
-
-
-class CutoffError(InfeasibleError):
-    """No plan is faster than one that is known already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status. With
-    stages the peak is still that of the program without, before remedies, which is `held`."""
-
-    priced: PricedProgram
-    seconds: float
-    bound: float
-    status: str
-    held: PricedProgram
-
-    @property
-    def peak(self) -> Peak:
-        """What is held in memory, replayed when it is asked for."""
-        return self.held.peak
-
-    @property
-    def program(self) -> Program:
-        return self.priced.program
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the best possible plan this one may be, relatively."""
-        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
 
 
 def choose(
@@ -168,7 +134,7 @@ class _PlacementSearch:
             self.note(best)
             raise self.infeasible(cap)
         best = replace(best, status=first.status)
-        return _judged(best, first.bound, self.gap) if bounded else best
+        return judged(best, first.bound, self.gap) if bounded else best
 
     def best_neighbor(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
@@ -313,6 +279,9 @@ class _PlacementSearch:
         cutoff: float = math.inf,
     ) -> Solution:
         """Solve for the best plan by the linear rows, under `rows` bytes of memory."""
+        if memory_price != FREE and (exact := self.eliminated(memory_price)):
+            self.note(exact)
+            return exact
         problem = self.problem(rows=rows, memory_price=memory_price)
         answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
         bound, proves = answer.bound, bounded and memory_price == FREE
@@ -349,7 +318,21 @@ class _PlacementSearch:
         )
         solution = replace(solution, bound=bound, status=answer.status)
         self.note(solution)
-        return _judged(solution, bound, self.gap) if bounded else solution
+        return judged(solution, bound, self.gap) if bounded else solution
+
+    def eliminated(self, memory_price: MemoryPrice) -> Solution | None:
+        """The best plan where bytes have a price, if blocks are unlike and it can be found by elimination."""
+        if self.folding.count > 1:
+            return None
+        with contextlib.suppress(WideError):
+            tables = self.programs.memory_tables(
+                self.graph, self.prices, self.space, self.folding, offloads=False
+            )
+            program = cheapest_at(tables, memory_price, recomputes=self.recompute is not Recompute.NONE)
+            return completed(
+                PricedProgram(self.prices, program), self.cap, recompute=self.recompute, offload=self.offload
+            )
+        return None
 
     def bound(self, free: Problem) -> float:
         """What all plans take at least, by a relaxation; nothing is known if it can't be solved."""
@@ -400,134 +383,3 @@ class _PlacementSearch:
             - problem.memory.cost(answer.values)
             - problem.operators.recompute_cost(answer.values),
         )
-
-
-def check_promise(problem: Problem, priced: PricedProgram, promised: float) -> None:
-    """Raises CheckError if a program takes longer than was promised."""
-    seconds = priced.seconds
-    if seconds > promised * (1 + 1e-6):
-        promised += _optimism(problem, priced)
-    if seconds > promised * (1 + 1e-6) + 1e-12:
-        raise CheckError(
-            where="plan",
-            found=f"{seconds:.6g} s when priced again",
-            wanted=f"at most the solver's {promised:.6g} s",
-            remedy="report this model",
-        )
-
-
-def completed(
-    priced: PricedProgram,
-    cap: int | None,
-    *,
-    recompute: Recompute,
-    offload: Offload = Offload.NONE,
-) -> Solution:
-    """The program with what is recomputed and offloaded, if anything, and its cost; without a
-    bound."""
-    if recompute is Recompute.ALL:
-        priced = everything(priced)
-    if offload is Offload.ALL:
-        priced = offload_everything(priced)
-    if cap is not None and offload is not Offload.NONE:
-        priced = fit_by_offload(priced, cap, recompute=recompute, offload=offload).priced
-    elif cap is not None and recompute is Recompute.AUTO:
-        priced = fit(priced, cap).priced
-    return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced)
-
-
-def check_cutoff(bound: float, cutoff: float) -> None:
-    """Raise CutoffError if no plan can take less than `cutoff` seconds."""
-    if bound >= cutoff and math.isfinite(bound):
-        raise CutoffError(
-            where="plans of this mesh",
-            found=f"at least {bound:.4g} s",
-            wanted=f"less than {cutoff:.4g} s, which a plan is known to take",
-            remedy="take that plan",
-        )
-
-
-def _judged(solution: Solution, bound: float, gap: float) -> Solution:
-    """With a bound on all plans; "optimal" only if that proves it."""
-    far = solution.seconds - bound > max(gap, 1e-6) * solution.seconds
-    status = "gap_limit" if solution.status == "optimal" and far else solution.status
-    return replace(solution, bound=min(bound, solution.seconds), status=status)
-
-
-def _optimism(problem: Problem, priced: PricedProgram) -> float:
-    """Seconds by which the program may be dearer than the solver knew: where several uses of a weight part
-    before its gradient is summed, it is summed for every micro-batch, on a way that no use had alone."""
-    prices = problem.prices
-    if prices.step_weight == 1.0:
-        return 0.0
-    uses = problem.graph.consumers()
-    return sum(
-        prices.gradient_sync(value.name, value.move)
-        for value in priced.values.of.values()
-        if value.move is not None
-        and not value.leads
-        and problem.wiring.is_parameter(value.name)
-        and len(uses[value.name]) > 1
-    )
-
-
-def least(
-    graph: Graph,
-    prices: Prices,
-    space: Space,
-    folding: Folding,
-    *,
-    cap: int | None = None,
-    recompute: Recompute = Recompute.NONE,
-    offload: Offload = Offload.NONE,
-    recomputes: bool = False,
-    time_limit: float | None = None,
-    work: float = LEAN_WORK,
-) -> tuple[Solution | None, float]:
-    """Find the plan in `space` that needs least memory by its linear rows, of several a fast one.
-
-    With the work that it took; None if it is not found in time and by so much work. Parts are recomputed,
-    and tensors offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take
-    it that parts are."""
-    problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
-    problem.lp.ties = problem.lp.costs
-    problem.lp.costs = [0.0] * len(problem.lp.ties)
-    for nbytes, variable in problem.memory.held:
-        problem.lp.costs[variable] += nbytes / 2**30
-    answer = solve(problem.lp, gap=1e-3, time_limit=time_limit, work=work)
-    if answer.values is None:
-        return None, answer.work
-    priced = PricedProgram(prices, read(problem, answer))
-    solution = completed(priced, cap or 0, recompute=recompute, offload=offload)
-    return replace(solution, status=answer.status), answer.work
-
-
-def infeasible(
-    prices: Prices,
-    cap: int,
-    found: Solution | None,
-    *,
-    recompute: Recompute,
-    offload: Offload,
-) -> InfeasibleError:
-    """Says the least that would do, what would give it, and which inputs hold most."""
-    minimum = found.peak.nbytes if found else -1
-    sizes = {
-        item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
-        for item in prices.graph.inputs
-    }
-    largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
-    return InfeasibleError(
-        where="memory cap",
-        found=f"{show_bytes(cap)} per device",
-        wanted=f"at least {show_bytes(minimum)} ({minimum} bytes)" if minimum >= 0 else "more",
-        remedy="; ".join(
-            (
-                "raise --memory or use more devices",
-                *(remedies(found.priced, recompute, offload) if found else ()),
-                "the largest are "
-                + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
-            )
-        ),
-        least=minimum if minimum >= 0 else None,
-    )

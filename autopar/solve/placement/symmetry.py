@@ -31,8 +31,10 @@ from autopar.solve.placement.chosen import SUPPORT
 from autopar.solve.placement.elimination import eliminated
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.priced_elimination import eliminated_at
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import Solution, check_cutoff, choose
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.solution import Solution, check_cutoff
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.written_programs import WrittenPrograms
 
@@ -83,6 +85,10 @@ def choose_named(
         with contextlib.suppress(WideError):
             tables = programs.tables(graph, prices, *apart)
             return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
+    if memory_price != FREE and (apart := unlike(graph, space, folding)):
+        with contextlib.suppress(WideError):
+            memory_tables = programs.memory_tables(graph, prices, *apart, offloads=False)
+            return eliminated_at(memory_tables, memory_price, recompute=recompute, offload=offload)
     simple = recompute is not Recompute.ALL and offload is not Offload.ALL
     if cap is not None and simple and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):

@@ -56,7 +56,7 @@ class WrittenPrograms:
             _, _, known = self.known_memory
             if known is None:
                 raise WideError
-            tables = known.under(prices)
+            tables = known if known.prices is prices else known.under(prices)
         else:
             self.known_memory = key, space, None
             tables = MemoryTables(graph, prices, space, folding, offloads=offloads)

@@ -48,7 +48,7 @@ from autopar.cost.program.values import Values
 from autopar.cost.stages.intervals import Intervals
 from autopar.schedules.in_flight import forwards_before
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.search import Solution
+from autopar.solve.placement.solution import Solution
 from autopar.solve.placement.space import Space
 
 MOST_OPERATORS = 40

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.calls import read_call, read_calls
 from autopar.cost.operators.known_prices import Known
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.trace.export import trace
 from tests.solve.brute_force import GRAPHS, chain
 
 CLUSTER = ClusterSpec(devices_per_node=4, device="v100", intra=Link(1e-6, 1e11))
@@ -44,8 +50,8 @@ def test_what_other_strategies_have_taught_is_what_pricing_anew_gives(make: Call
 def test_meshes_share_what_local_calls_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the rows has the same shape by one axis of four devices or by two of two."""
     graph, priced = chain(), list[object]()
-    plain = Prices._price
-    monkeypatch.setattr(Prices, "_price", lambda *args: priced.append(args[1:]) or plain(*args))
+    plain = Prices._price_of_call
+    monkeypatch.setattr(Prices, "_price_of_call", lambda *args: priced.append(args[1:]) or plain(*args))
     counts = []
     for mesh in MESHES:
         prices = prices_of(graph, mesh, CLUSTER)
@@ -54,3 +60,48 @@ def test_meshes_share_what_local_calls_cost(monkeypatch: pytest.MonkeyPatch) -> 
                 prices.operator(item, strategy)
         counts.append(len(priced))
     assert counts[0] < counts[1] == counts[2]
+
+
+def nets() -> Graph:
+    """Operators that are one call: products, norms, views, what saves its result, what shrinks."""
+    x, embedded = torch.zeros(4, 6, 8, requires_grad=True), nn.Embedding(12, 8)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedded, self.model = embedded, model
+
+        def forward(self, x: Tensor, tokens: Tensor, wanted: Tensor) -> Tensor:
+            y = self.model(x + self.embedded(tokens))
+            y = F.relu(y).softmax(-1) * y.tanh().sum(1, keepdim=True)
+            return F.mse_loss(y.flatten(1), wanted)
+
+    return trace(Net(), (x, torch.zeros(4, 6, dtype=torch.long), torch.zeros(4, 48))).graph
+
+
+@pytest.mark.parametrize("make", [*GRAPHS, nets], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_local_call_costs_and_holds_what_its_rule_writes(make: Callable[[], Graph], training: bool) -> None:
+    graph, followed = make(), 0
+    for cluster in (CPUS, CLUSTER):
+        prices = replace(prices_of(graph, Mesh((2, 2)), cluster), training=training, _known=Known())
+        for item in graph.operators:
+            for strategy in strategies_of(item, prices.dims):
+                local = prices._local(item, strategy)
+                if local is not None:
+                    followed += 1
+                    assert prices._price_of_call(item, local) == prices._price(item, strategy), item.name
+                    emitter, values, results = prices._lower(item, strategy)
+                    written = read_calls(emitter, values, results, prices.device.kind)
+                    assert read_call(prices._local_call(item, local), prices.device.kind) == written
+    assert followed
+
+
+def test_an_operator_that_is_no_plain_call_is_written_to_be_priced() -> None:
+    graph = nets()
+    prices = prices_of(graph, Mesh((2, 2)))
+    views = [item for item in graph.operators if "view" in str(item.target) or "reshape" in str(item.target)]
+    assert views and all(
+        prices._local(item, each) is None for item in views for each in strategies_of(item, prices.dims)
+    )

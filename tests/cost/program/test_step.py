@@ -16,7 +16,7 @@ from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.search import Solution
+from autopar.solve.placement.solution import Solution
 from autopar.solve.stages.step import unstaged
 from tests.cost.operators.test_prices import anew, priced
 from tests.forced_programs import force_factors

@@ -28,7 +28,8 @@ from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import scheduled
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
-from autopar.solve.placement.search import Solution, choose
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.solution import Solution
 from autopar.solve.placement.space import build_space
 from autopar.solve.stages.cut_search import best, cut_at, cuts, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight

@@ -20,7 +20,8 @@ from autopar.errors import RuleError
 from autopar.solve.placement.capped_elimination import CappedElimination, eliminated_under
 from autopar.solve.placement.choice_tables import Kept, WideError
 from autopar.solve.placement.memory_tables import Chosen, MemoryTables, RowPrices
-from autopar.solve.placement.search import CutoffError
+from autopar.solve.placement.priced_elimination import program_of
+from autopar.solve.placement.solution import CutoffError
 from autopar.solve.placement.space import build_space
 from autopar.solve.placement.symmetry import choose_named
 from tests.proof.models import Script
@@ -78,7 +79,7 @@ def test_tables_count_no_more_than_the_replayed_peak(made: Callable[[], Graph]) 
         if not math.isfinite(totals.seconds):
             continue
         with contextlib.suppress(RuleError):
-            replay = Watched(PricedProgram(tables.prices, search.program(chosen)))
+            replay = Watched(PricedProgram(tables.prices, program_of(tables, chosen)))
             assert totals.rests <= replay.run().nbytes * (1 + CLOSE)
             assert totals.held <= replay.held * (1 + CLOSE)
 

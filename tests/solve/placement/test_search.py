@@ -20,7 +20,8 @@ from autopar.solve.linear_program import LinearProgram, SolverAnswer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.search import CutoffError, Solution, choose
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.solution import CutoffError, Solution
 from autopar.solve.placement.space import build_space
 from tests.solve.brute_force import blocks, chain, random_prices, scores, small_space, unfolded
 

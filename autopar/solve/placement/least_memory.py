@@ -1,0 +1,103 @@
+"""The least memory that would do, for who hears that a cap can't be met."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.core.graph import Graph
+from autopar.core.offload import Offload
+from autopar.core.placement import replicated
+from autopar.core.program import Program
+from autopar.core.recompute import Recompute
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import InfeasibleError
+from autopar.solve.highs import SECOND, solve
+from autopar.solve.memory.remedies import remedies
+from autopar.solve.placement.choice_tables import WideError
+from autopar.solve.placement.decode import read
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.memory_tables import MemoryTables
+from autopar.solve.placement.priced_elimination import DEAREST, cheapest_at
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.solution import Solution, completed
+from autopar.solve.placement.space import Space
+from autopar.units import show_bytes
+
+LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
+
+
+def least(
+    graph: Graph,
+    prices: Prices,
+    space: Space,
+    folding: Folding,
+    *,
+    cap: int | None = None,
+    recompute: Recompute = Recompute.NONE,
+    offload: Offload = Offload.NONE,
+    recomputes: bool = False,
+    time_limit: float | None = None,
+    work: float = LEAN_WORK,
+) -> tuple[Solution | None, float]:
+    """Find the plan in `space` that needs least memory by its rows, of several a fast one.
+
+    With the work that it took; None if it is not found in time and by so much work. Parts are recomputed,
+    and tensors offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take
+    it that parts are."""
+    try:
+        program, status, spent = _eliminated(graph, prices, space, folding, recomputes), "gap_limit", 0.0
+    except WideError:
+        problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
+        problem.lp.ties = problem.lp.costs
+        problem.lp.costs = [0.0] * len(problem.lp.ties)
+        for nbytes, variable in problem.memory.held:
+            problem.lp.costs[variable] += nbytes / 2**30
+        answer = solve(problem.lp, gap=1e-3, time_limit=time_limit, work=work)
+        if answer.values is None:
+            return None, answer.work
+        program, status, spent = read(problem, answer), answer.status, answer.work
+    priced = PricedProgram(prices, program)
+    solution = completed(priced, cap or 0, recompute=recompute, offload=offload)
+    return replace(solution, status=status), spent
+
+
+def _eliminated(graph: Graph, prices: Prices, space: Space, folding: Folding, recomputes: bool) -> Program:
+    """The program that holds fewest bytes, of those that gather no weight once for all micro-batches; raises
+    WideError where it can't be found so, or blocks are equal."""
+    if folding.count > 1:
+        raise WideError
+    tables = MemoryTables(graph, replace(prices, step_weight=1.0), space, folding, offloads=False)
+    return cheapest_at(tables, DEAREST, recomputes=recomputes)
+
+
+def infeasible(
+    prices: Prices,
+    cap: int,
+    found: Solution | None,
+    *,
+    recompute: Recompute,
+    offload: Offload,
+) -> InfeasibleError:
+    """Says the least that would do, what would give it, and which inputs hold most."""
+    minimum = found.peak.nbytes if found else -1
+    sizes = {
+        item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
+        for item in prices.graph.inputs
+    }
+    largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
+    return InfeasibleError(
+        where="memory cap",
+        found=f"{show_bytes(cap)} per device",
+        wanted=f"at least {show_bytes(minimum)} ({minimum} bytes)" if minimum >= 0 else "more",
+        remedy="; ".join(
+            (
+                "raise --memory or use more devices",
+                *(remedies(found.priced, recompute, offload) if found else ()),
+                "the largest are "
+                + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
+            )
+        ),
+        least=minimum if minimum >= 0 else None,
+    )

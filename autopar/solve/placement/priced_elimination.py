@@ -1,0 +1,55 @@
+"""The cheapest program where bytes have a price, found by elimination.
+
+At a price at which no seconds count beside a byte it is the one that holds fewest bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.core.offload import Offload
+from autopar.core.program import Program
+from autopar.core.recompute import Recompute
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import RuleError
+from autopar.solve.placement.choice_tables import WideError
+from autopar.solve.placement.decode import Choices, decoded
+from autopar.solve.placement.elimination import least
+from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.memory_tables import Chosen, MemoryTables
+from autopar.solve.placement.solution import Solution, completed
+
+DEAREST = MemoryPrice(1.0, 1.0)  # seconds: of a byte as much as of a whole step
+
+
+def eliminated_at(
+    tables: MemoryTables, price: MemoryPrice, *, recompute: Recompute, offload: Offload
+) -> Solution:
+    """The cheapest plan of all by seconds and bytes together, without a bound on seconds.
+
+    Raises WideError where it can't be found so.
+    """
+    program = cheapest_at(tables, price, recomputes=recompute is not Recompute.NONE)
+    return completed(PricedProgram(tables.prices, program), None, recompute=recompute, offload=offload)
+
+
+def cheapest_at(tables: MemoryTables, price: MemoryPrice, *, recomputes: bool) -> Program:
+    """The cheapest program where bytes have a price; with `recomputes` what is saved costs no more than to
+    compute it again. Raises WideError where it can't be found so."""
+    costs = tables.costs_at(price)
+    own = tables.tables_at(costs, price.saved, recomputes=recomputes)
+    cost, taken = least(own, list(map(len, tables.choices)))
+    if not math.isfinite(cost):
+        raise WideError
+    try:
+        return program_of(tables, tables.chosen(taken, costs, price.saved))
+    except RuleError as error:
+        raise WideError from error
+
+
+def program_of(tables: MemoryTables, chosen: Chosen) -> Program:
+    """The program of these choices."""
+    taken = iter(chosen.taken)
+    strategies = {name: tables.space.strategies[name][next(taken)] for name in tables.operators.x}
+    outputs = {name: list(layouts)[next(taken)] for name, layouts in tables.output_layouts.items()}
+    return decoded(tables, Choices(strategies, tables.stored_ways(chosen), outputs, {}), cheapest=True)

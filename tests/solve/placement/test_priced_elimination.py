@@ -1,0 +1,101 @@
+"""Where bytes have a price the cheapest program is found by elimination, and the one of fewest bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
+from autopar.core.recompute import Recompute
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.highs import solve
+from autopar.solve.placement import least_memory, symmetry
+from autopar.solve.placement.elimination import least
+from autopar.solve.placement.least_memory import least as least_bytes
+from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.memory_tables import MemoryTables
+from autopar.solve.placement.priced_elimination import eliminated_at
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.solution import Solution
+from autopar.solve.placement.space import build_space
+from autopar.solve.placement.symmetry import choose_named
+from tests.solve.brute_force import chain, unfolded
+from tests.solve.placement.test_capped_elimination import deep
+from tests.solve.placement.test_elimination import large_tables
+from tests.solve.placement.test_symmetry import GPU, ONE_NODE
+
+__all__ = ["large_tables"]
+NOTHING = {"recompute": Recompute.NONE, "offload": Offload.NONE}
+
+
+def prices_of(graph: Graph, **more: Any) -> Prices:
+    dims = Dims(graph, find_atoms(graph), Mesh((8,)))
+    return Prices(graph, dims, ONE_NODE, CostModel(GPU, {}, CollectiveTable({})), **more)
+
+
+def tables_of(graph: Graph, prices: Prices) -> MemoryTables:
+    folding = unfolded(graph)
+    return MemoryTables(graph, prices, build_space(graph, prices, folding), folding, offloads=False)
+
+
+@pytest.mark.parametrize("price", [MemoryPrice(1e-12, 1e-12), MemoryPrice(1e-9, 3e-9), MemoryPrice(1e-6)])
+@pytest.mark.parametrize("make", [chain, deep], ids=lambda make: make.__name__)
+def test_no_program_is_cheaper_by_seconds_and_bytes(make: Callable[[], Graph], price: MemoryPrice) -> None:
+    graph = make()
+    prices, folding = prices_of(graph), unfolded(graph)
+    tables = tables_of(graph, prices)
+    costs = tables.costs_at(price)
+    cost, taken = least(
+        tables.tables_at(costs, price.saved, recomputes=False), list(map(len, tables.choices))
+    )
+    program = Problem(graph, prices, tables.space, folding, cap=None, memory_price=price)
+    assert cost == pytest.approx(solve(program.lp, relaxed=True).cost, rel=1e-6)
+    chosen = tables.chosen(taken, costs, price.saved)
+    found = eliminated_at(tables, price, **NOTHING)
+    assert found.seconds <= tables.totals(chosen).seconds * (1 + 1e-9)
+
+
+def test_long_graphs_are_solved_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, price = deep(), MemoryPrice(1e-11, 1e-11)
+    prices, folding = prices_of(graph), unfolded(graph)
+    space = build_space(graph, prices, folding)
+    whole = choose(graph, prices, space, folding, gap=1e-9, memory_price=price)
+    monkeypatch.setattr(symmetry, "LONG", 0)
+    monkeypatch.setattr(symmetry, "choose", None)
+    found = choose_named(
+        graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, memory_price=price, bounded=True
+    )
+    assert found.bound < 0
+
+    def cost(solution: Solution) -> float:
+        peak = solution.peak
+        return solution.seconds + price.state * peak.state + price.saved * peak.saved
+
+    assert cost(found) <= cost(whole) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("step_weight", [1.0, 0.25])
+def test_the_fewest_bytes_are_those_that_the_integer_program_finds(
+    monkeypatch: pytest.MonkeyPatch, step_weight: float
+) -> None:
+    graph = deep()
+    prices, folding = prices_of(graph, step_weight=step_weight), unfolded(graph)
+    space = build_space(graph, prices, folding)
+    found, work = least_bytes(graph, prices, space, folding)
+    monkeypatch.setattr(least_memory, "MemoryTables", _wide)
+    other, _ = least_bytes(graph, prices, space, folding)
+    assert work == 0.0 and found is not None and other is not None
+    assert found.peak.nbytes <= other.peak.nbytes
+
+
+def _wide(*_: object, **__: object) -> None:
+    raise least_memory.WideError
