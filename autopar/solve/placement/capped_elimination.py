@@ -107,7 +107,7 @@ class CappedElimination:
         cost, taken = least(tables.priced_tables(prices, recomputes=False), list(map(len, tables.choices)))
         if not math.isfinite(cost):
             raise WideError
-        chosen = tables.chosen(taken, tables.priced_costs(prices), prices.held)
+        chosen = tables.chosen(taken, tables.priced_costs(prices), tables.price_of(prices))
         self.bounds[prices] = cost
         self.found.append(Found(chosen, tables.totals(chosen)))
 

@@ -7,7 +7,7 @@ paths that are found anew between the layouts in which a tensor is made and used
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from autopar.cost.program.values import leading
 from autopar.errors import RuleError
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.conversion_trees import cheapest_tree
+from autopar.solve.placement.direct_ways import distances
 from autopar.solve.placement.gather_phases import completing
 from autopar.solve.placement.problem import Problem, Stored
 from autopar.solve.placement.tensor_classes import TensorClass
@@ -195,14 +196,39 @@ def _moves_of(
 def _cheapest(
     problem: Problem, tensor: TensorClass, source: Layout, needs: list[Layout], gathering: Gathering
 ) -> tuple[Move, ...] | None:
-    """The cheapest conversions of all, if each costs the same wherever it is made."""
-    if problem.prices.step_weight < 1.0 and problem.wiring.is_parameter(tensor.name):
-        return None
+    """The cheapest conversions of all; for several needs of a weight only if each costs the same anywhere."""
     place = tensor.network.place
     seconds = _seconds_of_moves(problem, tensor, gathering, leads=False)
     if gathering is Gathering.REGATHER:
         seconds = seconds + np.where(tensor.network.gathers, tensor.network.forward, 0.0)
+    if problem.prices.step_weight < 1.0 and problem.wiring.is_parameter(tensor.name):
+        if len(set(needs)) > 1:
+            return None
+        return _led(problem, tensor, place[source], place[needs[0]], gathering, seconds)
     return cheapest_tree(tensor.network, seconds, place[source], [place[need] for need in needs])
+
+
+def _led(
+    problem: Problem,
+    tensor: TensorClass,
+    source: int,
+    need: int,
+    gathering: Gathering,
+    seconds: NDArray[np.float64],
+) -> tuple[Move, ...] | None:
+    """The cheapest way, of which the first moves are made once a step, and others take so many seconds."""
+    network = tensor.network
+    if gathering is Gathering.ONCE:
+        seconds = np.where(completing(network), np.inf, seconds)
+    able = network.sums | (network.gathers if gathering is Gathering.ONCE else False)
+    able &= problem.may_gather(tensor.name) | ~completing(network)
+    first = np.where(able, problem.prices.step_weight * network.seconds, np.inf)
+    ahead = distances(replace(network, seconds=first), np.array([source]), able)[:, 0]
+    rest = replace(network, seconds=seconds)
+    behind = distances(rest, np.array([need]), np.isfinite(seconds), backward=True)[:, 0]
+    middle = int(np.argmin(ahead + behind))
+    parts = cheapest_tree(network, first, source, [middle]), cheapest_tree(network, seconds, middle, [need])
+    return None if parts[0] is None or parts[1] is None else (*parts[0], *parts[1])
 
 
 def _flowing(

@@ -64,12 +64,12 @@ def least(
 
 
 def _eliminated(graph: Graph, prices: Prices, space: Space, folding: Folding, recomputes: bool) -> Program:
-    """The program that holds fewest bytes, of those that gather no weight once for all micro-batches; raises
-    WideError where it can't be found so, or blocks are equal."""
+    """The program that holds fewest bytes; raises WideError where blocks are equal, or tables too large."""
     if folding.count > 1:
         raise WideError
-    tables = MemoryTables(graph, replace(prices, step_weight=1.0), space, folding, offloads=False)
-    return cheapest_at(tables, DEAREST, recomputes=recomputes)
+    tables = MemoryTables(graph, prices, space, folding, offloads=False)
+    program, _ = cheapest_at(tables, DEAREST, recomputes=recomputes)
+    return program
 
 
 def infeasible(

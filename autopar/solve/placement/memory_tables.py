@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.convert.network import Flags, Numbers, Seconds
+from autopar.convert.network import Flags, Network, Numbers, Seconds
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
@@ -37,9 +37,9 @@ from autopar.solve.placement.choice_tables import (
     from_layouts,
     table_of,
 )
-from autopar.solve.placement.direct_ways import distances
+from autopar.solve.placement.direct_ways import settled
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.gather_phases import Phase
+from autopar.solve.placement.gather_phases import Phase, first_phase
 from autopar.solve.placement.memory_price import MemoryPrice
 from autopar.solve.placement.operator_variables import value_of
 from autopar.solve.placement.problem import Stored
@@ -89,15 +89,16 @@ class Chosen:
 
 
 class MemoryTables(ChoiceTables):
-    """Choice tables with what bytes cost; weights may be regathered.
+    """Choice tables with what bytes cost; weights may be regathered, or gathered once for all micro-batches.
 
-    Raises WideError as these do, and where a weight that may be regathered has several uses.
+    Raises WideError as these do, and where a weight that may be so has several uses.
     """
 
     def __init__(
         self, graph: Graph, prices: Prices, space: Space, folding: Folding, *, offloads: bool
     ) -> None:
-        self.again: dict[str, Flags] = {}  # moves of weights that are regathered
+        # Moves in each phase of weights that aren't gathered in EVERY micro-batch alone.
+        self.phased: dict[str, Mapping[Phase, Flags]] = {}
         super().__init__(graph, prices, space, folding, cap=math.inf, offloads=offloads)
         count = len(self.lp.costs)
         later = _summed(self.memory.gradients, count)
@@ -106,10 +107,15 @@ class MemoryTables(ChoiceTables):
         self.lasting_bytes = _summed(self.memory.lasting, count)
         self.saved_bytes = _summed(self.memory.held, count) - self.lasting_bytes
         self.joints, self.saved_flags = self._with_savers()
-        self.nbytes = [
+        found = [
             self._saved_bytes(tensor, joint, saves)
             for tensor, joint, saves in zip(self.tensors, self.joints, self.saved_flags, strict=True)
         ]
+        self.nbytes = [nbytes for nbytes, _ in found]
+        self.made_bytes = [as_made for _, as_made in found]
+        self.copies = [
+            self._copied_bytes(*pair) for pair in zip(self.tensors, self.joints, strict=True)
+        ]  # of weights that are gathered once
 
     def save(self, uses: Mapping[str, Sequence[Use]]) -> None:
         """Write no rows: tables say what is saved."""
@@ -118,12 +124,10 @@ class MemoryTables(ChoiceTables):
         """Note where a tensor is made and used."""
         starts, uses, taken = self.routed(tensor)
         phases = {phase for _, phase in starts}
-        if len(uses) > MOST_USES or not phases <= {Phase.EVERY, Phase.REGATHER}:
+        if len(uses) > (MOST_USES if phases == {Phase.EVERY} else 1):
             raise WideError
-        if Phase.REGATHER in phases:
-            if len(uses) > 1:
-                raise WideError
-            self.again[tensor.name] = taken[0][Phase.REGATHER]
+        if phases != {Phase.EVERY}:
+            self.phased[tensor.name] = taken[0]
         none = np.zeros(len(tensor.network.source), dtype=np.bool_)
         moves = np.logical_or.reduce([each.get(Phase.EVERY, none) for each in taken])
         if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
@@ -161,15 +165,19 @@ class MemoryTables(ChoiceTables):
         saved = (self.prices.plain(operation, each).saved for each in self.space.strategies[name])
         return np.array([position in (each.operands if of == "operands" else each.results) for each in saved])
 
-    def _saved_bytes(self, tensor: TensorClass, joint: Joint, saves: Sequence[Flags]) -> Seconds:
-        """Bytes [made or kept, use, ...] that are saved of a tensor, by the numbers of ends' layouts."""
+    def _saved_bytes(
+        self, tensor: TensorClass, joint: Joint, saves: Sequence[Flags]
+    ) -> tuple[Seconds, Seconds]:
+        """Bytes [made or kept, use, ...] that are saved of a tensor, by the numbers of ends' layouts.
+
+        With those of them that are in the layout in which an operator makes it."""
         ends = list(joint.ends)
         lengths = [len(end.layouts) for end in ends]
         if isinstance(joint.made, Kept):
             lengths = [len(joint.made.layouts), *lengths]
-        found = np.zeros(lengths)
+        found, as_made = np.zeros(lengths), np.zeros(lengths)
         if tensor.name in self.wiring.makers and tensor.name not in self.counted:
-            return found
+            return found, as_made
         values = self._values(tensor)
         sizes = np.array([self._size(tensor.name, layout) for layout in values])
         numbers = [
@@ -187,7 +195,9 @@ class MemoryTables(ChoiceTables):
                 spared = _along(self._regathered(tensor, joint.made), lengths, 0)
                 new = new & ~spared & (_along(stored, lengths, 0) != number)
             found += np.where(new, sizes[number], 0.0)
-        return found
+            if isinstance(joint.made, End):
+                as_made += np.where(new & (number == numbers[0]), sizes[number], 0.0)
+        return found, as_made
 
     def _values(self, tensor: TensorClass) -> dict[Layout, int]:
         values = (value_of(layout, self.alike) for layout in tensor.network.layouts)
@@ -258,10 +268,12 @@ class MemoryTables(ChoiceTables):
     # -- tables -----------------------------------------------------------------------------------------
 
     def _regathered(self, tensor: TensorClass, made: Kept) -> Flags:
-        again = {
-            variable for (_, way), variable in self.inputs[tensor.name].items() if way is Gathering.REGATHER
-        }
-        return np.array([variable in again for variable in made.variables.tolist()])
+        return self._gathered(tensor, made, Gathering.REGATHER)
+
+    def _gathered(self, tensor: TensorClass, made: Kept, wanted: Gathering) -> Flags:
+        """Which ways of keeping an input gather it so."""
+        so = {variable for (_, way), variable in self.inputs[tensor.name].items() if way is wanted}
+        return np.array([variable in so for variable in made.variables.tolist()])
 
     def seconds(self, number: int) -> Seconds:
         """Seconds [made or kept, use, ...] of a tensor's conversions."""
@@ -274,13 +286,55 @@ class MemoryTables(ChoiceTables):
 
     def _seconds(self, tensor: TensorClass, joint: Joint) -> Seconds:
         network, uses = tensor.network, [use.layouts for use in joint.uses]
-        every = from_layouts(network, uses, joint)
-        if tensor.name not in self.again or not isinstance(joint.made, Kept):
-            return every
-        backward = np.where(network.gathers, network.forward, 0.0) if self._use_saves(tensor.name) else 0.0
-        other = replace(network, seconds=network.seconds + backward)
-        again = distances(other, uses[0], self.again[tensor.name], backward=True)[joint.made.layouts]
-        return np.where(self._regathered(tensor, joint.made)[:, None], again, every)
+        if tensor.name not in self.phased or not isinstance(joint.made, Kept):
+            return from_layouts(network, uses, joint)
+        found = np.full((len(joint.made.layouts), len(uses[0])), np.inf)
+        for way in Gathering:
+            kept = self._gathered(tensor, joint.made, way)
+            if kept.any():
+                found[kept] = self._ways(tensor, joint.made.layouts[kept], way)[uses[0]].T
+        return found
+
+    def _ways(self, tensor: TensorClass, kept: Numbers, way: Gathering) -> Seconds:
+        """Seconds [layout, kept] of the cheapest ways from layouts in which a weight is kept.
+
+        What is made once a step counts by its weight, what backward gathers again twice."""
+        network, moves = tensor.network, self.phased[tensor.name]
+        first = first_phase(way, waits=self.prices.step_weight < 1.0)
+        last, leading = first.next or first, first.next is not None
+        weight = self.prices.step_weight if leading else 1.0
+        begun = self._begun(network, kept)
+        if leading:
+            begun = settled(replace(network, seconds=weight * network.seconds), begun, moves[first])
+        if way is Gathering.REGATHER and self._use_saves(tensor.name):
+            network = replace(
+                network, seconds=network.seconds + np.where(network.gathers, network.forward, 0.0)
+            )
+        return settled(network, begun, moves[last])
+
+    def _begun(self, network: Network, kept: Numbers) -> Seconds:
+        begun = np.full((len(network.layouts), len(kept)), np.inf)
+        begun[kept, np.arange(len(kept))] = 0.0
+        return begun
+
+    def _copied_bytes(self, tensor: TensorClass, joint: Joint) -> Seconds | None:
+        """Bytes [kept, use] of the copy of a weight that is gathered once, at least; None where none is.
+
+        It lies in the layout in which the weight settles: of all from which a way leads on the smallest."""
+        if Phase.ONCE not in self.phased.get(tensor.name, {}) or not self.requires_grad(tensor.name):
+            return None
+        assert isinstance(joint.made, Kept)
+        network, moves, once = tensor.network, self.phased[tensor.name], Gathering.ONCE
+        flags = self._gathered(tensor, joint.made, once)
+        kept = joint.made.layouts[flags]
+        sizes = np.array([self._size(tensor.name, layout) for layout in network.layouts], dtype=np.float64)
+        sizes[kept] = 0.0
+        free = replace(network, seconds=np.zeros(len(network.seconds)))
+        reached = np.isfinite(settled(free, self._begun(network, kept), moves[Phase.ONCE]))
+        least = settled(free, np.where(reached, sizes[:, None], np.inf), moves[Phase.SETTLED])
+        found = np.zeros((len(flags), len(joint.uses[0].layouts)))
+        found[flags] = least[joint.uses[0].layouts].T
+        return np.where(np.isfinite(found), found, 0.0)
 
     def _use_saves(self, name: str) -> bool:
         """Whether some operator that takes a tensor saves it under some strategy."""
@@ -289,18 +343,28 @@ class MemoryTables(ChoiceTables):
 
     def priced_tables(self, prices: RowPrices, *, recomputes: bool) -> Iterator[Table]:
         """All tables at prices of bytes in the rows under a cap; see `tables_at`."""
-        return self.tables_at(self.priced_costs(prices), prices.held, recomputes=recomputes)
+        costs, price = self.priced_costs(prices), self.price_of(prices)
+        return self.tables_at(costs, price, recomputes=recomputes, converted=True)
 
-    def tables_at(self, costs: Seconds, price: float, *, recomputes: bool) -> Iterator[Table]:
-        """All tables where variables have these costs and a byte that is saved a price.
+    def price_of(self, prices: RowPrices) -> MemoryPrice:
+        """What a byte that is held when backward begins costs, of a copy of a weight and of what is saved.
 
-        With `recomputes` what is saved costs no more than to compute it again, which is less than any plan
-        that does so takes."""
+        Where gradients don't accumulate that of the weight comes later, and counts as much less."""
+        return MemoryPrice(prices.held if self.prices.accumulates else 0.0, prices.held)
+
+    def tables_at(
+        self, costs: Seconds, price: MemoryPrice, *, recomputes: bool, converted: bool = False
+    ) -> Iterator[Table]:
+        """All tables where variables have these costs, and bytes that are saved, and copies, a price.
+
+        With `recomputes` what is saved as it was made costs no more than to compute it again. If what was
+        `converted` doesn't either, that is less than any plan that computes something again takes."""
         own = self.costs if recomputes else costs
         for choice, variables in enumerate(self.choices):
             yield Table((choice,), own[variables])
         for number, joint in enumerate(self.joints):
-            yield self._table(number, joint, costs, price, recomputes=recomputes)
+            table = self._table(number, joint, costs, price)
+            yield self._sparing(number, joint, table, price, converted=converted) if recomputes else table
 
     def priced_costs(self, prices: RowPrices) -> Seconds:
         """What each variable costs, its bytes among that."""
@@ -310,38 +374,52 @@ class MemoryTables(ChoiceTables):
         """Costs of choices where bytes have a price for how long they are held, and there are no rows."""
         return self.costs + price.state * self.lasting_bytes + price.saved * self.saved_bytes
 
-    def _table(self, number: int, joint: Joint, costs: Seconds, price: float, *, recomputes: bool) -> Table:
-        seconds, saved = self.seconds(number), price * self.nbytes[number]
+    def held_at(self, number: int, price: MemoryPrice) -> Seconds:
+        """What the bytes of a tensor cost [made or kept, use, ...]."""
+        copies = self.copies[number]
+        saved: Seconds = price.saved * self.nbytes[number]
+        return saved if copies is None else saved + price.state * copies
+
+    def _table(self, number: int, joint: Joint, costs: Seconds, price: MemoryPrice) -> Table:
+        seconds = self.seconds(number) + self.held_at(number, price)
         if isinstance(joint.made, Kept):
             own = costs[joint.made.variables].reshape([-1] + [1] * (seconds.ndim - 1))
-            return table_of(joint, (seconds + saved + own).min(axis=0))
-        if not recomputes or not saved.any():
-            return table_of(joint, seconds + saved)
-        moved, held = table_of(joint, seconds), table_of(joint, saved)
-        return Table(moved.choices, moved.costs + np.minimum(held.costs, self._again(number, moved)))
+            seconds = (seconds + own).min(axis=0)
+        return table_of(joint, seconds)
+
+    def _sparing(
+        self, number: int, joint: Joint, table: Table, price: MemoryPrice, *, converted: bool
+    ) -> Table:
+        """The table in which what is saved may be computed again."""
+        spared = price.saved * (self.nbytes if converted else self.made_bytes)[number]
+        if isinstance(joint.made, Kept) or not spared.any():
+            return table
+        held = table_of(joint, spared).costs
+        return Table(table.choices, table.costs - np.maximum(0.0, held - self._again(number, table)))
 
     def _again(self, number: int, table: Table) -> Seconds:
-        """The part of computing its operator again that falls to one of its results, by the table's dims."""
-        operation, _ = self.wiring.makers[self.tensors[number].name]
+        """The part of computing its operator again that falls to one of its results, by the table's dims; no
+        end to it where ranks exchange something to make it, which is kept."""
+        tensor = self.tensors[number].name
+        operation, index = self.wiring.makers[tensor]
         count, choice = len(list(filter(None, operation.results))), self.numbers[operation.name]
-        if self._viewed(self.tensors[number].name) is not None:
+        if self._viewed(tensor) is not None:
             return np.zeros(())
-        own = np.array(
-            [self.prices.plain(operation, each).recompute for each in self.space.strategies[operation.name]]
-        )
+        plain = [self.prices.plain(operation, each) for each in self.space.strategies[operation.name]]
+        own = np.array([math.inf if index in each.saved.held else each.recompute for each in plain])
         return own.reshape([-1 if each == choice else 1 for each in table.choices]) / count
 
     # -- choices ----------------------------------------------------------------------------------------
 
-    def chosen(self, taken: Sequence[int], costs: Seconds, price: float) -> Chosen:
+    def chosen(self, taken: Sequence[int], costs: Seconds, price: MemoryPrice) -> Chosen:
         """The alternatives that are taken, with the best way of keeping each input beside them.
 
-        Variables have these costs, and a byte that is saved a price."""
+        Variables have these costs, and bytes that are saved, and of copies, a price."""
         kept = {}
         for number, joint in enumerate(self.joints):
             if isinstance(joint.made, Kept):
                 place: Any = (slice(None), *(end.number(taken) for end in joint.uses))
-                saved = price * self.nbytes[number][place]
+                saved = self.held_at(number, price)[place]
                 kept[number] = int(
                     (costs[joint.made.variables] + self.seconds(number)[place] + saved).argmin()
                 )
@@ -362,6 +440,9 @@ class MemoryTables(ChoiceTables):
                 rests += self.resting_bytes[variable]
             seconds += self.seconds(number)[place]
             held += self.nbytes[number][place]
+            copies = self.copies[number]
+            if copies is not None and self.prices.accumulates:
+                held += copies[place]
         return Totals(float(seconds), float(held), float(rests))
 
     def stored_ways(self, chosen: Chosen) -> dict[str, Stored]:

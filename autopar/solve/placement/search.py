@@ -328,7 +328,7 @@ class _PlacementSearch:
             tables = self.programs.memory_tables(
                 self.graph, self.prices, self.space, self.folding, offloads=False
             )
-            program = cheapest_at(tables, memory_price, recomputes=self.recompute is not Recompute.NONE)
+            program, _ = cheapest_at(tables, memory_price, recomputes=self.recompute is not Recompute.NONE)
             return completed(
                 PricedProgram(self.prices, program), self.cap, recompute=self.recompute, offload=self.offload
             )

@@ -81,14 +81,15 @@ def choose_named(
     solved after all.
     """
     alike, programs = axes_alike(prices), programs or WrittenPrograms()
-    if cap is None and memory_price == FREE and (apart := unlike(graph, space, folding)):
+    if cap is None and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):
-            tables = programs.tables(graph, prices, *apart)
-            return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
-    if memory_price != FREE and (apart := unlike(graph, space, folding)):
-        with contextlib.suppress(WideError):
+            if memory_price == FREE and prices.step_weight == 1.0:
+                tables = programs.tables(graph, prices, *apart)
+                return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
             memory_tables = programs.memory_tables(graph, prices, *apart, offloads=False)
-            return eliminated_at(memory_tables, memory_price, recompute=recompute, offload=offload)
+            return eliminated_at(
+                memory_tables, memory_price, recompute=recompute, offload=offload, cutoff=cutoff
+            )
     simple = recompute is not Recompute.ALL and offload is not Offload.ALL
     if cap is not None and simple and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):

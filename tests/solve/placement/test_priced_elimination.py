@@ -20,7 +20,7 @@ from autopar.solve.highs import solve
 from autopar.solve.placement import least_memory, symmetry
 from autopar.solve.placement.elimination import least
 from autopar.solve.placement.least_memory import least as least_bytes
-from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.memory_tables import MemoryTables
 from autopar.solve.placement.priced_elimination import eliminated_at
 from autopar.solve.placement.problem import Problem
@@ -34,6 +34,7 @@ from tests.solve.placement.test_elimination import large_tables
 from tests.solve.placement.test_symmetry import GPU, ONE_NODE
 
 __all__ = ["large_tables"]
+PRICES = [FREE, MemoryPrice(1e-12, 1e-12), MemoryPrice(1e-9, 3e-9), MemoryPrice(1e-6)]
 NOTHING = {"recompute": Recompute.NONE, "offload": Offload.NONE}
 
 
@@ -47,21 +48,26 @@ def tables_of(graph: Graph, prices: Prices) -> MemoryTables:
     return MemoryTables(graph, prices, build_space(graph, prices, folding), folding, offloads=False)
 
 
-@pytest.mark.parametrize("price", [MemoryPrice(1e-12, 1e-12), MemoryPrice(1e-9, 3e-9), MemoryPrice(1e-6)])
+@pytest.mark.parametrize("step_weight", [1.0, 0.25])
+@pytest.mark.parametrize(
+    "price", [FREE, MemoryPrice(1e-12, 1e-12), MemoryPrice(1e-9, 3e-9), MemoryPrice(1e-6)]
+)
 @pytest.mark.parametrize("make", [chain, deep], ids=lambda make: make.__name__)
-def test_no_program_is_cheaper_by_seconds_and_bytes(make: Callable[[], Graph], price: MemoryPrice) -> None:
+def test_no_program_is_cheaper_by_seconds_and_bytes(
+    make: Callable[[], Graph], price: MemoryPrice, step_weight: float
+) -> None:
+    """Nor where weights may be gathered once for all micro-batches."""
     graph = make()
-    prices, folding = prices_of(graph), unfolded(graph)
-    tables = tables_of(graph, prices)
+    prices = prices_of(graph, step_weight=step_weight, accumulates=step_weight < 1.0)
+    folding, tables = unfolded(graph), tables_of(graph, prices)
     costs = tables.costs_at(price)
-    cost, taken = least(
-        tables.tables_at(costs, price.saved, recomputes=False), list(map(len, tables.choices))
-    )
+    cost, taken = least(tables.tables_at(costs, price, recomputes=False), list(map(len, tables.choices)))
     program = Problem(graph, prices, tables.space, folding, cap=None, memory_price=price)
     assert cost == pytest.approx(solve(program.lp, relaxed=True).cost, rel=1e-6)
-    chosen = tables.chosen(taken, costs, price.saved)
+    chosen = tables.chosen(taken, costs, price)
     found = eliminated_at(tables, price, **NOTHING)
     assert found.seconds <= tables.totals(chosen).seconds * (1 + 1e-9)
+    assert price != FREE or found.bound == pytest.approx(found.seconds)
 
 
 def test_long_graphs_are_solved_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +94,8 @@ def test_the_fewest_bytes_are_those_that_the_integer_program_finds(
     monkeypatch: pytest.MonkeyPatch, step_weight: float
 ) -> None:
     graph = deep()
-    prices, folding = prices_of(graph, step_weight=step_weight), unfolded(graph)
+    prices = prices_of(graph, step_weight=step_weight, accumulates=step_weight < 1.0)
+    folding = unfolded(graph)
     space = build_space(graph, prices, folding)
     found, work = least_bytes(graph, prices, space, folding)
     monkeypatch.setattr(least_memory, "MemoryTables", _wide)

@@ -19,6 +19,7 @@ from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram, SolverAnswer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
+from autopar.solve.placement.least_memory import least
 from autopar.solve.placement.memory_price import MemoryPrice
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.solution import CutoffError, Solution
@@ -77,6 +78,8 @@ def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: p
     space = build_space(graph, prices, unfolded(graph))
     cap = choose(graph, prices, space, unfolded(graph), gap=1e-9).peak.nbytes - 1
     solved: list[object] = []
+    monkeypatch.setattr(search._PlacementSearch, "eliminated", lambda *_: None)
+    monkeypatch.setattr(search, "least", lambda *given, **how: solved.append(given) or least(*given, **how))
     monkeypatch.setattr(search, "solve", lambda *given, **how: solved.append(given) or solve(*given, **how))
 
     def solves(rounds: int, *, brief: bool) -> tuple[int, Solution | None]:
@@ -113,6 +116,7 @@ def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_clo
         return solve(program, **how)
 
     monkeypatch.setattr(search, "solve", noted)
+    monkeypatch.setattr(search._PlacementSearch, "eliminated", lambda *_: None)
     ask = partial(choose, graph, prices, space, unfolded(graph), gap=1e-4, bounded=False)
     found = ask(memory_price=MemoryPrice(price, price))
     assert len(sizes) == (1 if is_close else 2) and sizes == sorted(sizes)
