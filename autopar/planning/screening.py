@@ -432,16 +432,19 @@ class Screen:
         return min(crossing[quarter : 3 * quarter + 1])
 
     def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
-        """The choices on each mesh that is among them, each by the sample that comes nearest."""
+        """The choices on each mesh that is among them, each by the sample that comes nearest.
+
+        None on a mesh that was left out when that sample was looked at."""
         meshes: dict[tuple[int, Mesh], dict[int, list[Screened]]] = {}
         for each in screened:
             samples = meshes.setdefault((each.ranks, each.mesh), {})
             samples.setdefault(each.count, []).append(each)
         for (ranks, _), samples in meshes.items():
+            counts = sorted({each.count for each in screened if each.ranks == ranks})
             for count in self.micro_batches(ranks):
-                kinds = self.kinds(ranks, count)
-                if kinds or ranks == 1:
-                    choice = choice_of(samples[_nearest(list(samples), count)], count, kinds, self.cap)
+                kinds, nearest = self.kinds(ranks, count), _nearest(counts, count)
+                if nearest in samples and (kinds or ranks == 1):
+                    choice = choice_of(samples[nearest], count, kinds, self.cap)
                     outputs = self.outputs if ranks == count == 1 else 0
                     yield replace(choice, nbytes=choice.nbytes + outputs)
 

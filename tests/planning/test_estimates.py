@@ -145,3 +145,15 @@ def test_as_much_is_computed_again_as_memory_asks_for(kind: ScheduleKind, share:
     again = choice_of([EVEN], 4, (kind,), 70)
     assert again.nbytes == pytest.approx(70)
     assert again.seconds == pytest.approx(EVEN.seconds(kind, 4) + 4 * share * 1.0 / 2)
+
+
+def test_a_mesh_that_was_left_out_of_a_sample_is_not_rated_by_another() -> None:
+    """Of two micro-batches one mesh was looked at, of the whole batch another one beside it."""
+    screen = Screen(graph_of, [1, 2, 4], BATCH, CLUSTER, OPEN, None)
+    screen.fewest = 2
+    whole = replace(EVEN, ranks=1, count=1)
+    parts = replace(whole, count=2)
+    other = replace(whole, mesh=Mesh((2, 2)))
+    rated = {(choice.mesh, choice.micro_batches) for choice in screen.rated([parts, whole, other])}
+    assert {count for mesh, count in rated if mesh == other.mesh} == {1}
+    assert {1, 2, 4} <= {count for mesh, count in rated if mesh == whole.mesh}
