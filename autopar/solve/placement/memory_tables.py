@@ -347,7 +347,7 @@ class MemoryTables(ChoiceTables):
         return self.tables_at(costs, price, recomputes=recomputes, converted=True)
 
     def price_of(self, prices: RowPrices) -> MemoryPrice:
-        """What a byte that is held when backward begins costs, of a copy of a weight and of what is saved.
+        """What a byte that is held when backward begins costs, of a weight's copy and of what is saved.
 
         Where gradients don't accumulate that of the weight comes later, and counts as much less."""
         return MemoryPrice(prices.held if self.prices.accumulates else 0.0, prices.held)
