@@ -1,12 +1,13 @@
 """Says where ranks wait for each other, and ends them where they never meet.
 
 Calls that are collective are numbered. A thread beside them tells the others through the store of the process
-group, once a second and only what is new, so that a call itself costs nothing:
+group, once a second and only what is new, so that a call itself costs little:
 
     rank 0   4 forward   5 state_dict ----- waits -----.
     rank 1   4 forward   5 forward    6 forward        '-> call 5 is another one on rank 1: an error
 
-A rank that has waited long in a call which another one has not come to says so, once.
+A rank that has waited long in a call which another one has not come to says so, once. The line of a call is
+found by the thread that makes it: to read the frames of another, which goes on meanwhile, may crash Python.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import json
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -34,6 +35,22 @@ REMEMBERED = 32  # calls
 KEY = "autopar/roll_call/{rank}"
 
 
+class Call(NamedTuple):
+    """A collective call, and the line of the user's code that makes it."""
+
+    name: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        """File and line, as errors show them."""
+        return f"{shown_path(self.file)}:{self.line}" if self.file else "outside of user code"
+
+
 class RollCall:
     """The collective calls of this rank, and what is known of the others."""
 
@@ -43,7 +60,7 @@ class RollCall:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._main = threading.get_ident()
-        self._number, self._names = 0, dict[int, str]()
+        self._number, self._calls = 0, dict[int, Call]()
         self._since: float | None = None  # when the call was entered that this rank is in
         self._told = ""
         self._warned = 0
@@ -54,14 +71,16 @@ class RollCall:
 
     def enter(self, name: str) -> None:
         """Begin the next call."""
-        self._number += 1
-        self._names[self._number] = name
-        self._names.pop(self._number - REMEMBERED, None)
+        number = self._number + 1
+        self._calls[number] = Call(name, *_user_line())
+        self._calls.pop(number - REMEMBERED, None)
+        self._number = number  # once the thread beside finds its call
         self._since = time.monotonic()
 
     def go_on(self, how: str) -> None:
         """The call of this rank is of another kind than its name alone says."""
-        self._names[self._number] += f", {how}"
+        call = self._calls[self._number]
+        self._calls[self._number] = call._replace(name=f"{call.name}, {how}")
 
     def leave(self) -> None:
         """Be outside of calls again."""
@@ -99,9 +118,7 @@ class RollCall:
     def _tell(self, *, ended: bool = False) -> None:
         state = {
             "number": self._number,
-            "names": {str(number): name for number, name in list(self._names.items())},
-            "inside": self.is_inside,
-            "line": self._line(),
+            "calls": {str(number): call for number, call in list(self._calls.items())},
             "ended": ended,
         }
         text = json.dumps(state)
@@ -111,31 +128,32 @@ class RollCall:
 
     def _look(self, number: int, waited: float) -> None:
         """Compare the call that this rank waits in with those of the others."""
-        name, absent = self._names[number], []
+        mine, absent = self._calls[number], []
         for rank in range(self._size):
             key = KEY.format(rank=rank)
             if rank == self._rank or not self._store.check([key]):
                 continue
             other = json.loads(self._store.get(key))
-            theirs = other["names"].get(str(number))
-            if theirs is not None and theirs != name:
-                self._fail(name, f"rank {rank} made another call instead, {theirs} ({other['line']})")
+            calls = {int(at): Call(*call) for at, call in other["calls"].items()}
+            theirs = calls.get(number)
+            if theirs is not None and theirs.name != mine.name:
+                self._fail(mine, f"rank {rank} made another call instead, {theirs}")
             if other["ended"] and other["number"] < number:
-                self._fail(name, f"rank {rank} has ended")
+                self._fail(mine, f"rank {rank} has ended")
             if other["number"] < number:
-                absent.append(f"rank {rank} is at {other['line']}")
+                absent.append(f"rank {rank} was last in {calls.get(other['number'], 'no call')}")
         if absent and waited > LONG and self._warned != number and self._number == number:
             self._warned = number
-            where = f"rank {self._rank} has waited {waited:.0f} s in {name} ({self._line()})"
+            where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
 
-    def _fail(self, name: str, found: str) -> None:
+    def _fail(self, call: Call, found: str) -> None:
         if self._over.is_set() or not self.is_inside:
             return
         self._over.set()
         worker.fail(
             InputError(
-                where=f"{name} on rank {self._rank} ({self._line()})",
+                where=f"{call.name} on rank {self._rank} ({call.place})",
                 found=found,
                 wanted="the same collective calls on all ranks",
                 remedy="call state_dict, and whatever reads sharded tensors, on every rank, and save on one; "
@@ -143,12 +161,13 @@ class RollCall:
             )
         )
 
-    def _line(self) -> str:
-        """Where the main thread is, in the user's own code."""
-        for frame, number in traceback.walk_stack(sys._current_frames().get(self._main)):
-            if not is_library(frame.f_code.co_filename):
-                return f"{shown_path(frame.f_code.co_filename)}:{number}"
-        return "its end"
+
+def _user_line() -> tuple[str, int]:
+    """File and line of the user's own code that this thread is in; an empty file where it is in none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 _current: RollCall | None = None

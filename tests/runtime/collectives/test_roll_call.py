@@ -73,7 +73,8 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
     code, told, _ = run(tmp_path, "if rank == 1:\n    time.sleep(6)\nparallel(x)\n")
     assert code == 0, told
     assert told.count("autopar: rank 0 has waited") == 1
-    assert f"s in forward ({tmp_path}/script.py:18): rank 1 is at {tmp_path}/script.py:17" in told
+    script = f"{tmp_path}/script.py"
+    assert f"s in forward ({script}:18): rank 1 was last in forward ({script}:13)" in told
 
 
 def test_an_attribute_that_one_rank_changes_alone_ends_all_by_name(tmp_path: Path) -> None:
