@@ -27,6 +27,7 @@ spread_out           copies of expanded tensors, which stay
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 input_values         what forward decides by values of its inputs
+inference_mode       traces calls made in torch.inference_mode
 asked_inputs         of which inputs a trace failed to know values
 module_state         what a forward changes in its modules
 shared_memory        parameters and buffers that are reached past the model

@@ -44,6 +44,7 @@ from autopar.trace.devices import beside, devices_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.grouped_heads import with_grouped_heads
+from autopar.trace.inference_mode import counting_writes, outside_inference_mode
 from autopar.trace.input_values import InputValues
 from autopar.trace.known_masks import with_known_masks
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
@@ -183,6 +184,7 @@ class _Flat(nn.Module):
 
 
 @uncollected()
+@outside_inference_mode()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -205,6 +207,7 @@ def trace(
     """
     check_dense(model)
     known, arguments = Known(model), flatten_arguments(args, kwargs or {})
+    arguments = replace(arguments, tensors=counting_writes(arguments.tensors))
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
     trace_as = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
