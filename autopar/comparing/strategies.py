@@ -34,7 +34,8 @@ from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
-from autopar.solve.placement.space import Kinds, is_heavy
+from autopar.solve.placement.kinds import Kinds
+from autopar.solve.placement.space import is_heavy
 from autopar.trace.export import Traced
 from autopar.trace.target import Target
 from autopar.units import show_bytes

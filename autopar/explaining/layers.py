@@ -27,7 +27,8 @@ from autopar.results.plan import Layer, Plan
 from autopar.sharding.strategies import strategies_of
 from autopar.solve.deadline import after
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.space import Kinds, forced, undominated
+from autopar.solve.placement.kinds import Kinds
+from autopar.solve.placement.space import forced, undominated
 
 MOST = 12  # ways to split a layer that are solved, the cheapest by themselves
 FEW = 3  # where several layers are explained

@@ -40,12 +40,13 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
+from autopar.solve.placement.kinds import Kinds, kind_by_axis
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
-from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
+from autopar.solve.placement.space import Space, build_space, is_heavy
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.solve.stages.cut_search import MOST_PLACES

@@ -27,8 +27,8 @@ from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
+from autopar.solve.placement.kinds import Kinds, kind_by_axis
 from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
-from autopar.solve.placement.space import Kinds, kind_by_axis
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
 from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes

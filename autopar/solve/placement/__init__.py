@@ -1,6 +1,7 @@
 """Chooses how every operator of one stage runs and how every tensor lies, by an integer program.
 
 space             what may be chosen
+kinds             which kind of parallelism an option is
 problem           the program: variables, rows, costs
 operator_variables   of it the variables of operators, by class and strategy
 saved_variables   of it what is kept for backward, views in the storage of what they view
