@@ -58,7 +58,8 @@ class Relay:
         with torch.no_grad():
             outputs = self._share(self._run(MicroBatch(tuple(tensors), 1.0)))
         if torch.is_grad_enabled():
-            outputs = tuple(_refusing(value) for value in outputs)
+            learning = [tensor for tensor in tensors if tensor.requires_grad]
+            outputs = tuple(_refusing(value, learning) for value in outputs)
         return self.executable.stages[0].rebuild(outputs)
 
     def compile(self, *, tells: bool) -> None:
@@ -111,7 +112,7 @@ class _Refuse(torch.autograd.Function):
     """The identity; its backward says how a model with stages is trained."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, *_: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
@@ -124,9 +125,10 @@ class _Refuse(torch.autograd.Function):
         )
 
 
-def _refusing(value: Tensor) -> Tensor:
-    """The value, from which no backward may start; one without a gradient as it is."""
+def _refusing(value: Tensor, learning: Sequence[Tensor]) -> Tensor:
+    """The value, from which no backward may start, nor one to inputs that are `learning`; one without a
+    gradient as it is."""
     if not may_learn(value.dtype):
         return value
-    refused: Tensor = _Refuse.apply(value, torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
+    refused: Tensor = _Refuse.apply(value, torch.ones((), requires_grad=True), *learning)  # type: ignore[no-untyped-call]
     return refused

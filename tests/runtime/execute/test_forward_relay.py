@@ -86,6 +86,9 @@ def _backward(case: str) -> None:
         loss.backward()
     with pytest.raises(InputError, match="calls keep nothing for backward"):
         ours(batch()[0])["out"].sum().backward()
+    x = batch()[0].requires_grad_()
+    with pytest.raises(InputError, match="calls keep nothing for backward"):
+        torch.autograd.grad(ours(x)["out"].sum(), x)
     assert all(item.grad is None for item in ours.parameters())
     ours.train_step(*batch())
     norm = float(ours.clip_grad_norm_(1e9))
