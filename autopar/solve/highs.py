@@ -235,12 +235,12 @@ def _ended(program: LinearProgram) -> highspy.Highs | None:
 
 
 def _loaded(program: LinearProgram) -> highspy.Highs:
-    matrix = program.matrix()
+    matrix = program.matrix().in_units()
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.costs), len(program.lows)
     lp.col_cost_ = np.asarray(program.costs)
     lp.col_lower_, lp.col_upper_ = np.zeros(len(program.costs)), np.asarray(program.uppers)
-    lp.row_lower_, lp.row_upper_ = np.asarray(program.lows), np.asarray(program.highs)
+    lp.row_lower_, lp.row_upper_ = matrix.lows, matrix.highs
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.starts, matrix.variables
     lp.a_matrix_.value_ = matrix.coefficients
@@ -277,8 +277,8 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
     ]
     # Each is named here, if need be with 0, so that HiGHS has them all: PuLP hands over what it has met.
     problem += pulp.LpAffineExpression(list(zip(variables, program.costs, strict=True)))
-    matrix = program.matrix()
-    for number, (low, high) in enumerate(zip(program.lows, program.highs, strict=True)):
+    matrix = program.matrix().in_units()
+    for number, (low, high) in enumerate(zip(matrix.lows.tolist(), matrix.highs.tolist(), strict=True)):
         own = slice(matrix.starts[number], matrix.starts[number + 1])
         terms = [
             (variables[index], float(coefficient))

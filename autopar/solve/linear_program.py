@@ -3,7 +3,9 @@
 **Digits.** A solver counts in floating point: beside costs of 1000 those of 1e-7 are nothing to it, and by
 what it takes for nothing it may call a program unbounded. So no objective spans more than `DIGITS` digits:
 costs that are smaller than that beside the largest, like `ties`, only decide among answers whose other costs
-are equal, in a second solve.
+are equal, in a second solve. Nor has a row a coefficient beyond `LARGEST_COEFFICIENT` when it is handed over:
+rows of bytes have a unit of their own, in which none is beyond 1, as what a solver takes for nothing is the
+same in all rows.
 """
 
 from __future__ import annotations
@@ -17,17 +19,32 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 DIGITS = 9  # that the costs of one objective may span
+LARGEST_COEFFICIENT = 1e3
 Terms = list[tuple[float, int]]  # (coefficient, variable)
 Numbers: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The rows' coefficients: those of row r are at starts[r] to starts[r + 1], one for a variable."""
+    """The rows' coefficients: those of row r are at starts[r] to starts[r + 1], one for a variable.
+
+    Row r is between lows[r] and highs[r]."""
 
     starts: Numbers
     variables: Numbers
     coefficients: NDArray[np.float64]
+    lows: NDArray[np.float64]
+    highs: NDArray[np.float64]
+
+    def in_units(self) -> Matrix:
+        """The matrix whose rows of large coefficients are divided by a power of 2, which rounds nothing."""
+        lengths = np.diff(self.starts)
+        largest = np.zeros(len(self.lows))
+        np.maximum.at(largest, np.repeat(np.arange(len(lengths)), lengths), np.abs(self.coefficients))
+        _, exponents = np.frexp(largest)
+        units = np.where(largest > LARGEST_COEFFICIENT, np.ldexp(1.0, exponents), 1.0)
+        scaled = self.coefficients / np.repeat(units, lengths)
+        return replace(self, coefficients=scaled, lows=self.lows / units, highs=self.highs / units)
 
 
 @dataclass(slots=True)
@@ -134,7 +151,8 @@ class LinearProgram:
         np.add.at(summed, back, np.concatenate(self.coefficients))
         rows, variables = np.divmod(places, size)
         starts = np.searchsorted(rows, np.arange(len(self.lows) + 1))
-        return Matrix(starts, variables, summed)
+        lows, highs = (np.asarray(ends, dtype=np.float64) for ends in (self.lows, self.highs))
+        return Matrix(starts, variables, summed, lows, highs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,3 +259,17 @@ def test_answers_of_what_the_relaxation_chose_are_some_of_the_whole_programs() -
     near = solve(few, gap=0.0)
     assert relaxed.cost - 1e-9 <= whole.cost <= near.cost + 1e-9 < 0.0
     assert program.uppers.count(0.0) == 0
+
+
+def test_rows_of_bytes_are_handed_over_in_a_unit_of_their_own() -> None:
+    program = knapsack(6)
+    program.at_most([(3e9 + n, n) for n in range(6)], 7e9)
+    plain, matrix = program.matrix(), program.matrix().in_units()
+    row = slice(matrix.starts[-2], matrix.starts[-1])
+    unit = plain.highs[-1] / matrix.highs[-1]
+    assert 0.5 <= matrix.coefficients[row].max() < 1.0
+    assert math.log2(unit).is_integer(), "nothing is rounded"
+    assert (matrix.coefficients[row] * unit == plain.coefficients[row]).all()
+    assert (matrix.coefficients[: row.start] == plain.coefficients[: row.start]).all(), "others stay"
+    assert (matrix.lows[-1], plain.lows[-1]) == (-math.inf, -math.inf)
+    assert solve(program, gap=0.0).values is not None
