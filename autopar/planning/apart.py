@@ -6,7 +6,8 @@ pure or mixed   that of what the two do differently: what they share is wrong al
 blocks          the same, but 3 % at least: equal ones alike before unlike
 mesh            the same, fewer axes before more
 stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps; stages
-                that don't promise more by their estimate aren't planned
+                that don't promise more by their estimate aren't planned. Of a model that fits on one device
+                of a node with fast links both may be wrong by all of it: (1 + error) / (1 - error)
 micro-batches   3 %, with as many stages nothing computed again before something, then fewer before more:
                 wrong alike
 """
@@ -105,16 +106,23 @@ class Apart:
     """How far the seconds of steps with other stages and micro-batches must differ to be told apart."""
 
     measured: bool
+    is_roomy: bool = False  # whether the model fits on one device of a node with fast links
+
+    @property
+    def of_stages(self) -> float:
+        """By how much slower a step without stages may be predicted and stand, relatively."""
+        error = error_of(self.measured)
+        return (1 + error) / (1 - error) - 1 if self.is_roomy else error
 
     def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
         """Seconds below which `choice` is to be preferred to `other`."""
         stages, others = complexity(choice)[0], complexity(other)[0]
         if others == 1 < stages:
-            return seconds_of(other) / (1 + error_of(self.measured))
+            return seconds_of(other) / (1 + self.of_stages)
         if not complexity(choice) < complexity(other):
             return seconds_of(other)
         unstaged = stages == 1 < others
-        return seconds_of(other) * (1 + (error_of(self.measured) if unstaged else MEASURED))
+        return seconds_of(other) * (1 + (self.of_stages if unstaged else MEASURED))
 
     def simplest(self, decisions: Sequence[Decision]) -> Decision:
         """The simplest of those that can't be told from the fastest."""

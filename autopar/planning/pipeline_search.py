@@ -71,10 +71,10 @@ def decide_all(
     screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
     screen = Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
     choices = screen.choices(ranks)
-    room = MEASURED if request.measure and screen.model.here else 1.0
+    apart = screen.apart
+    room = MEASURED if apart.measured else 1.0
     found: list[Decision] = []
     failures: list[AutoparError] = []
-    apart = Apart(measured=request.measure and screen.model.here)
     looked_at: list[Choice] = []
     left_out: list[Choice] = []
     while choice := _next(choices, looked_at, apart, screen.cap):

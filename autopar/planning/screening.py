@@ -10,7 +10,8 @@ what they share, what other plans could spare can't be told from nothing (apart.
 at:
 
     step <= (1 + 3 %) of what is shared     no meshes of more axes
-    step <= (1 + 10 %)                      no stages
+    step <= (1 + 10 %)                      no stages; if the model fits on one device of a node with fast
+                                            links 1.1/0.9 times, and on a single node in any case
 
 Else K is sought from stages of one node up and down, for as long as that is faster, up to the number of equal
 blocks.
@@ -33,7 +34,7 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
-from autopar.planning.apart import IN_VAIN, error_of, margin
+from autopar.planning.apart import IN_VAIN, Apart, margin
 from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
@@ -111,14 +112,17 @@ class Screen:
     left_out: dict[int, tuple[str, ...]] = field(default_factory=dict)  # meshes, by the number of stages
     model: CostModel = field(init=False)
     cap: float = field(init=False)  # bytes per device, inf without a cap
+    apart: Apart = field(init=False)
 
     def __post_init__(self) -> None:
         self.model = CostModel.of(self.cluster, self.database)
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
         self.cap = math.inf if cap is None else cap
+        self.apart = Apart(measured=self.request.measure and self.model.here)
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
+        self.apart = replace(self.apart, is_roomy=ranks is None and self.is_roomy())
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -193,22 +197,26 @@ class Screen:
                 best = mine
 
     def is_simple(self) -> bool:
-        """Whether a node has fast links and each of its devices room for twice the model: there no estimate
-        is sure enough to cut it into stages."""
-        if self.request.measure and self.model.here or self.cluster.nodes > 1:
-            return False
-        if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:
-            return False
-        sample = self.sample(1)
-        state = sum(
-            item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
-            for item in sample.graph.inputs
-            if item.kind is InputKind.PARAMETER
-        )
-        if state > SCARCE * self.cap:
+        """Whether the model fits on one device, and all are of one node with fast links: there no estimate is
+        sure enough to cut it into stages."""
+        if self.cluster.nodes > 1 or not self.is_roomy():
             return False
         self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
         return True
+
+    def is_roomy(self) -> bool:
+        """Whether nodes have fast links and each of their devices room for twice the model, and operators
+        aren't measured."""
+        if self.apart.measured or self.cluster.device_type == "cpu":
+            return False
+        if self.cluster.intra.bandwidth < FAST_LINK:
+            return False
+        state = sum(
+            item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
+            for item in self.sample(1).graph.inputs
+            if item.kind is InputKind.PARAMETER
+        )
+        return state <= SCARCE * self.cap
 
     def unstaged(self) -> list[Screened]:
         """What is screened without stages: the whole batch, or if it doesn't fit as it is parts of it."""
@@ -249,11 +257,11 @@ class Screen:
     def is_even(self, alone: Sequence[Screened]) -> bool:
         """Whether the best step without stages, by estimates, is hardly longer than what each device
         computes of it: what stages could spare can't be told from nothing."""
-        if self.request.measure and self.model.here:
+        if self.apart.measured:
             return False
         fitting = [each.seconds for each in self.rated(alone) if each.nbytes <= self.cap]
         least = min(each.work_seconds for each in alone)
-        if min(fitting, default=math.inf) > least * (1 + error_of(0.0)):
+        if min(fitting, default=math.inf) > least * (1 + self.apart.of_stages):
             return False
         if self.cluster.num_devices > 1:
             self.notes += (
@@ -330,7 +338,7 @@ class Screen:
 
         No mesh of more axes can be told from that one then."""
         fastest = alike[0]
-        if len(fastest.mesh.shape) > 1 or self.request.measure and self.model.here:
+        if len(fastest.mesh.shape) > 1 or self.apart.measured:
             return False
         best = min(self.rated(alike), key=self.rank, default=None)
         count = best.micro_batches if best else fastest.count

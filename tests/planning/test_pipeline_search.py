@@ -174,6 +174,18 @@ def test_between_plans_that_can_not_be_told_apart_the_simpler_stands(
         assert (best.request.pipeline_ranks, best.request.micro_batches) == taken
 
 
+@pytest.mark.parametrize(("seconds", "ranks"), [(1.21, 1), (1.23, 8)])
+def test_a_model_that_fits_on_one_device_is_cut_where_stages_promise_more_than_both_are_off_by(
+    seconds: float, ranks: int
+) -> None:
+    """1.1 / 0.9 = 1.222."""
+    apart = Apart(measured=False, is_roomy=True)
+    best = apart.simplest([decision_of(8, 16, 1.0), decision_of(1, 1, seconds)])
+    assert best.request.pipeline_ranks == ranks
+    stages, alone = (Choice(ranks, Mesh((1,)), 16, each, 0.0) for ranks, each in ((8, 1.0), (1, seconds)))
+    assert (stages.seconds < apart.limit(stages, alone)) == (ranks == 8)
+
+
 def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
     passed = Apart(measured=False).passed(decision_of(8, 16, 0.95), decision_of(1, 1, 1.0))
     assert passed.name == "8 stages, 16 micro-batches" and passed.step_seconds == 0.95
@@ -216,9 +228,21 @@ def nodes(inter: float) -> ClusterSpec:
 def test_over_several_nodes_stages_are_looked_at_only_where_they_could_spare_more_than_predictions_are_off_by(
     inter: float, ranks: set[int]
 ) -> None:
+    """Of a model that would fit on one device even by far."""
     screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, nodes(inter), OPEN, None)
     assert {choice.ranks for choice in screen.choices(None)} == ranks
     assert any("no stages" in note for note in screen.notes) == (ranks == {1})
+
+
+@pytest.mark.parametrize(("memory", "roomy"), [("80GB", True), ("1.3GB", False)])
+def test_stages_of_a_model_that_fits_on_one_device_are_looked_at_where_they_could_spare_more(
+    memory: str, roomy: bool
+) -> None:
+    """Over so slow links a step takes 1.15 times as long as what all devices compute of it."""
+    cluster = replace(nodes(6.5e9), memory=memory)
+    screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
+    screen.apart = replace(screen.apart, is_roomy=screen.is_roomy())
+    assert screen.is_even(screen.unstaged()) == screen.apart.is_roomy == roomy
 
 
 @pytest.mark.parametrize(("inter", "shapes"), [(400e9, [(4,)]), (5e9, [(4,), (2, 2)])])

@@ -34,7 +34,7 @@ from autopar.cost.machine import nccl
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.fused_groups import FusedGroups
 from autopar.cost.operators.known_prices import Known, known_prices
-from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
+from autopar.runtime.parameters.gradient_buckets import bucket_sizes
 from autopar.sharding.atoms import Dims
 from autopar.sharding.local_sizes import LocalSizes
 
@@ -338,12 +338,18 @@ class TensorPrices:
         times its bytes."""
         if seconds == 0.0:
             return 0.0
+        sizes = bucket_sizes(self.device.kind, self.dims.mesh.shape[axis])
         sent, copies = round(wide * nbytes), self._copy(nbytes) if wide != 1 else 0.0
-        if sent >= ALONE_BYTES:
+        if sent >= sizes.alone:
             return self.shown * (self._collective(Collective.ALL_REDUCE, sent, (axis,)) + 2 * copies)
-        share = sent / BUCKET_BYTES
-        shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
-        return self.shown * min(seconds, shared + copies)
+        share = sent / sizes.full
+        shared = self._collective(Collective.ALL_REDUCE, sizes.full, (axis,)) * share
+        return self.shown * min(seconds, shared + self._laid_together(nbytes, share) + copies)
+
+    def _laid_together(self, nbytes: int, share: float) -> float:
+        """Seconds of a gradient's copy into a bucket, of which it has a `share`; a GPU makes all at once."""
+        launches = 1.0 if self.device.kind == "cpu" else share
+        return launches * self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
 
     # -- state ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from autopar.cost.program.tape import Weight
-from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Bucket, Member, assign
+from autopar.runtime.parameters.gradient_buckets import Bucket, Member, assign
 
 
 class Heap:
@@ -33,32 +33,37 @@ class Heap:
 class GradientSums:
     """What becomes of weights' gradients, as gradient_buckets.py and bound_program.py have it.
 
-    A gradient that ranks sum waits for the others of its bucket, whose memory is there all the time; a
+    A gradient that ranks sum waits for the others of its bucket, whose memory a CPU keeps all the time; a
     large one is summed where it lies, unless it is in another dtype. Sums in another dtype are there until
     all gradients have been made of them. Those of earlier micro-batches are there from the start.
     """
 
-    def __init__(self, heap: Heap, weights: Sequence[Weight], *, adding: bool) -> None:
-        """`weights` in the order of their first use."""
-        self.heap, self.adding, self.weights = heap, adding, weights
+    def __init__(self, heap: Heap, weights: Sequence[Weight], *, adding: bool, device: str) -> None:
+        """`weights` in the order of their first use, on a type of device."""
+        self.heap, self.adding, self.weights, self.keeps = heap, adding, weights, device == "cpu"
         members = [
             Member(place, item.name, item.key, item.dtype, item.summed_bytes, item.reduce)
             for place, item in reversed(list(enumerate(weights)))
             if item.key is not None
         ]
-        self.buckets = assign(members, BUCKET_BYTES)
+        self.buckets = assign(members, device)
         self.bucket = {each.name: number for number, item in enumerate(self.buckets) for each in item.members}
         self.waiting = [len(item.members) for item in self.buckets]
         self.arrived: dict[int, list[Hashable]] = {}
         self.next = 0
 
     def begin(self) -> None:
-        for number, bucket in enumerate(self.buckets):
-            if _is_copied(bucket):
-                self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
+        for number in range(len(self.buckets) if self.keeps else 0):
+            self.hold_bucket(number)
         if self.adding:
             for item in self.weights:
                 self.heap.hold(("sum", item.name), item.full or item.nbytes)
+
+    def hold_bucket(self, number: int) -> None:
+        """The memory of a bucket that is put together."""
+        bucket = self.buckets[number]
+        if _is_copied(bucket):
+            self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
 
     def scattered(self, weight: Weight, key: Hashable) -> Hashable:
         """Put the shard's gradient in place of the full one, that of all micro-batches."""
@@ -89,6 +94,8 @@ class GradientSums:
         self.arrived.setdefault(number, []).append(key)
         self.waiting[number] -= 1
         while self.next < len(self.buckets) and not self.waiting[self.next]:
+            if not self.keeps:
+                self.hold_bucket(self.next)
             if _is_copied(self.buckets[self.next]):
                 for each in self.arrived[self.next]:
                     self.heap.drop(each)

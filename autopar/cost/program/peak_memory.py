@@ -97,7 +97,9 @@ class Replay:
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
         self.made = 0  # gradients
         weights = sorted(self.tape.weights, key=self.first_use)
-        self.sums = GradientSums(self.heap, weights, adding=self.prices.accumulates)
+        self.sums = GradientSums(
+            self.heap, weights, adding=self.prices.accumulates, device=self.prices.device.kind
+        )
 
     def new_heap(self) -> Heap:
         """The memory in which it is replayed."""

@@ -30,7 +30,7 @@ from autopar.cost.program.recompute import repeated
 from autopar.cost.program.step import is_bucketed, move_seconds
 from autopar.cost.program.values import Value
 from autopar.cost.stages.split_backward import Halves, beside, halves
-from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
+from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, BucketSizes, bucket_sizes
 
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear
 # layers of 8 took 0.66 ms more for every micro-batch more (torch 2.13, gloo, one thread of a Xeon).
@@ -188,7 +188,10 @@ def intervals(
             apart_early=np.triu(split.apart_early + back, 1),
         ),
         summing=np.triu(
-            np.maximum(_summing(buckets, saved) + np.where(buckets > 0, at_hand, 0.0), others), 1
+            np.maximum(
+                _summing(buckets, saved, sizes_of(priced)) + np.where(buckets > 0, at_hand, 0.0), others
+            ),
+            1,
         ),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(saved), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
@@ -300,9 +303,10 @@ def _weights(
             if is_bucketed(value.move):
                 summed[value.name] = value
                 hiding.add_each(value.carriers, seconds)
+    alone = sizes_of(priced).alone
     for name, value in summed.items():
         nbytes = prices.summed_bytes(name, value.layout)
-        buckets.add_each(value.carriers, float(nbytes) if nbytes < ALONE_BYTES else 0.0)
+        buckets.add_each(value.carriers, float(nbytes) if nbytes < alone else 0.0)
         others.add_each(value.carriers, float(nbytes) if prices.widening(name) != 1.0 else 0.0)
     return (
         state.total(),
@@ -316,11 +320,16 @@ def _weights(
     )
 
 
-def _summing(buckets: Table, saved: Table) -> Table:
+def sizes_of(priced: PricedProgram) -> BucketSizes:
+    """Sizes of buckets that all devices of the mesh sum; no group's are larger."""
+    return bucket_sizes(priced.prices.device.kind, priced.program.mesh.num_devices)
+
+
+def _summing(buckets: Table, saved: Table, sizes: BucketSizes) -> Table:
     """What is there beside gradients when a bucket is put together. All but the last are full and come
     evenly: the bucket, and what the operators keep whose gradients are still to come."""
     behind = np.minimum(1.0, BUCKET_BYTES / np.maximum(buckets, 1.0))
-    return np.minimum(buckets, BUCKET_BYTES + ALONE_BYTES) + (1.0 - behind) * saved
+    return np.minimum(buckets, sizes.full + sizes.alone) + (1.0 - behind) * saved
 
 
 def _memory(

@@ -51,7 +51,7 @@ class Bound:
         *,
         mesh: DeviceMesh,
         device: torch.device,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         samples: Samples | None = None,
         stream: Stream | None = None,
         local_outputs: bool = False,
@@ -78,7 +78,9 @@ class Bound:
         self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
         self._adding = self._stepping = False
         self._held: dict[int, Tensor] = {}
-        self._sync = GradientSync(summed(parameters), self._leaves.deliver, bucket_bytes=bucket_bytes)
+        self._sync = GradientSync(
+            summed(parameters), self._leaves.deliver, device=device.type, bucket_bytes=bucket_bytes
+        )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the `tensors` of one call."""

@@ -33,7 +33,7 @@ from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
-from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
+from autopar.runtime.parameters.gradient_buckets import Sums, assign
 from autopar.runtime.parameters.parameters import Leaves, local_buffer
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing
@@ -78,7 +78,7 @@ class StageModule(nn.Module):
         exact_random: bool,
         shorter: Executable | None = None,
         splits_backward: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.executable = executable
@@ -98,7 +98,9 @@ class StageModule(nn.Module):
         early = [member for member in members if not self.learned[member.index].gathers]
         late = [member for member in members if self.learned[member.index].gathers]
         self._early = frozenset(member.index for member in early)
-        self._buckets = (*assign(early, bucket_bytes), *assign(late, bucket_bytes))
+        self._buckets = tuple(
+            bucket for each in (early, late) for bucket in assign(each, device.type, bucket_bytes)
+        )
         self._batch: Sequence[MicroBatch] = ()
         self._seed = self._left = 0
         self._sums = Sums(())

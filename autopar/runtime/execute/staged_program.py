@@ -46,7 +46,7 @@ class StagedProgram:
         *,
         mesh: DeviceMesh,
         device: torch.device,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         timeout: timedelta,
         stream: Stream | None,
     ) -> None:

@@ -86,7 +86,7 @@ class Running:
 
     device: torch.device
     timeout: timedelta
-    bucket_bytes: int
+    bucket_bytes: int | None
     exact_random: bool
     local_outputs: bool
     tells: bool

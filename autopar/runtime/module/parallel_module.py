@@ -25,7 +25,6 @@ from autopar.runtime.module.call_programs import Compile
 from autopar.runtime.module.runner import TIMEOUT, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
-from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 
 
 class ParallelModule(nn.Module):
@@ -68,7 +67,7 @@ class ParallelModule(nn.Module):
         device: torch.device,
         timeout: timedelta = TIMEOUT,
         broadcast_parameters: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         by_steps: bool = False,
         exact_random: bool = False,
         local_inputs: bool = False,

@@ -77,7 +77,7 @@ class Runner:
         device: torch.device,
         timeout: timedelta,
         broadcast_parameters: bool,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         by_steps: bool,
         exact_random: bool,
         local_inputs: bool,

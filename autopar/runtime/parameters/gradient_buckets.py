@@ -21,11 +21,18 @@ gradient as soon as its last use has run, so that the order is that of the progr
 A bucket is a copy of its gradients, side by side, in the dtype in which they are summed. A large gradient is
 a bucket of its own, and summed where it lies, unless something else holds its storage too, or its dtype is
 another.
+
+    device    full at                              a gradient alone from
+    CPU       25 MiB                               4 MiB: copying takes as long as sending
+    GPU       25 MiB, or 1/2 MiB for each rank     as much: messages of many ranks wait long, copies are quick
+
+A rank of a ring sends its part of a bucket, which latency rules where it is small.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +40,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.mesh import parse_key
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.parameters import plainly
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
 ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce
+RANK_BYTES = 2**19  # a rank's part of a GPU's bucket: what NCCL's rings send at a time, 4 MiB in 8 steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +72,47 @@ class Bucket:
     members: tuple[Member, ...]
 
 
-def assign(members: Sequence[Member], bucket_bytes: int) -> tuple[Bucket, ...]:
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """Bytes at which a bucket is full, and from which a gradient is one by itself."""
+
+    full: int
+    alone: int
+
+
+def bucket_sizes(device: str, ranks: int) -> BucketSizes:
+    """Sizes of buckets that so many ranks sum, on a type of device."""
+    if device == "cpu":
+        return BucketSizes(BUCKET_BYTES, ALONE_BYTES)
+    full = max(BUCKET_BYTES, ranks * RANK_BYTES)
+    return BucketSizes(full, full)
+
+
+def assign(members: Sequence[Member], device: str, bucket_bytes: int | None = None) -> tuple[Bucket, ...]:
     """Put members into buckets in launch order: large ones alone, the others together.
 
-    Buckets have at least `bucket_bytes` (the last of each kind may be smaller). `members` come in the order
-    in which their gradients are expected.
+    Buckets have at least `bucket_bytes` if given, else what suits the type of device and the ranks (the last
+    of each kind may be smaller). `members` come in the order in which their gradients are expected.
     """
     open_: dict[tuple[str, torch.dtype, torch.dtype | None], list[Member]] = {}
     buckets: list[Bucket] = []
     for member in members:
-        if member.nbytes >= ALONE_BYTES:
+        sizes = bucket_sizes(device, ranks_of(member.key))
+        if member.nbytes >= sizes.alone:
             buckets.append(Bucket(member.key, (member,)))
             continue
         kind = (member.key, member.dtype, member.reduce)
         filling = open_.setdefault(kind, [])
         filling.append(member)
-        if sum(item.nbytes for item in filling) >= bucket_bytes:
+        if sum(item.nbytes for item in filling) >= (bucket_bytes or sizes.full):
             buckets.append(Bucket(member.key, tuple(open_.pop(kind))))
     return (*buckets, *(Bucket(key, tuple(rest)) for (key, *_), rest in open_.items()))
+
+
+def ranks_of(key: str) -> int:
+    """How many ranks a group has."""
+    mesh, axes = parse_key(key)
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _new(bucket: Bucket, length: int, like: Tensor) -> Tensor:
@@ -190,9 +222,10 @@ class GradientSync:
         members: Sequence[Member],
         deliver: Callable[[int, Tensor], None],
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        device: str = "cpu",
+        bucket_bytes: int | None = None,
     ) -> None:
-        self.buckets = assign(members, bucket_bytes)
+        self.buckets = assign(members, device, bucket_bytes)
         self._deliver = deliver
         self._kept: dict[Bucket, tuple[Tensor, int]] = {}
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
@@ -220,7 +253,9 @@ class GradientSync:
 
     def _memory(self, bucket: Bucket, length: int, like: Tensor) -> Tensor:
         """The bucket's memory of the last backward if nobody holds its gradients any more, else new:
-        fresh pages for 100 MB of gradients cost a CPU as much as copying them."""
+        fresh pages for 100 MB of gradients cost a CPU as much as copying them; torch keeps a GPU's."""
+        if like.device.type != "cpu":
+            return _new(bucket, length, like)
         kept, uses = self._kept.get(bucket, (None, 0))
         if kept is None or kept.shape != (length,) or kept.device != like.device or _uses(kept) > uses:
             kept = _new(bucket, length, like)

@@ -28,7 +28,7 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.prices import Price, Prices
 from autopar.cost.operators.tensor_prices import LOCAL_MOVE_LAUNCHES, LOOP_PASSES, PARAMETER_LAUNCHES
-from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
+from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES, RANK_BYTES
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
 from costdb.measurement import Measurement
@@ -191,9 +191,13 @@ SYNC = Move(0, (R,), (B,))
 
 
 def test_a_small_gradient_takes_its_share_of_a_bucket() -> None:
-    """Of 96 bytes: its part of the bucket's two messages, 96 s on the link, and a copy into the bucket."""
+    """Of 96 bytes: its part of the bucket's two messages, 96 s on the link, and a copy into the bucket, which
+    a GPU makes of all at once."""
     share = 96 / BUCKET_BYTES
-    assert of_tensors(4, 6).gradient_sync("w", SYNC) == pytest.approx(2 * share + 96 + COPY, rel=1e-12)
+    alone, on_cpu = of_tensors(4, 6), of_tensors(4, 6, device=CPU)
+    assert alone.gradient_sync("w", SYNC) == pytest.approx(3 * share + 96 + 2 * 96, rel=1e-12)
+    packing = 6 * 96
+    assert on_cpu.gradient_sync("w", SYNC) == pytest.approx(2 * share + 96 + packing + COPY, rel=1e-12)
 
 
 def test_a_gradient_that_is_cheaper_by_itself_stays_out_of_the_bucket() -> None:
@@ -203,13 +207,25 @@ def test_a_gradient_that_is_cheaper_by_itself_stays_out_of_the_bucket() -> None:
     assert prices.gradient_sync("w", SYNC) == COPY + 5
 
 
-def test_a_large_gradient_is_summed_where_it_lies() -> None:
-    assert ALONE_BYTES == 4 * 2**20
-    assert of_tensors(1024, 1024).gradient_sync("w", SYNC) == 2 + ALONE_BYTES
-    nbytes = 1023 * 4096
-    share, copy = nbytes / BUCKET_BYTES, 1 + 2 * nbytes
-    less = of_tensors(1023, 1024).gradient_sync("w", SYNC)
-    assert less == pytest.approx(2 * share + nbytes + copy, rel=1e-12)
+@pytest.mark.parametrize("device, limit", [(CPU, ALONE_BYTES), (GPU, BUCKET_BYTES)], ids=["cpu", "gpu"])
+def test_a_large_gradient_is_summed_where_it_lies(device: DeviceModel, limit: int) -> None:
+    rows = limit // 4096
+    packing = 6 if device is CPU else 0
+    alone = of_tensors(rows, 1024, device=device).gradient_sync("w", SYNC)
+    assert alone == 2 + (1 + packing) * limit
+    nbytes, launches = limit - 4096, 1 if device is CPU else (limit - 4096) / BUCKET_BYTES
+    share, copy = nbytes / BUCKET_BYTES, launches + 2 * nbytes
+    less = of_tensors(rows - 1, 1024, device=device).gradient_sync("w", SYNC)
+    assert less == pytest.approx(2 * share + (1 + packing) * nbytes + copy, rel=1e-12)
+
+
+def test_buckets_of_many_ranks_are_larger() -> None:
+    """Of 256 ranks: 510 messages are shared by 128 MiB."""
+    nbytes, share = 96, 96 / (256 * RANK_BYTES)
+    prices = of_tensors(4, 6, ranks=(256,))
+    assert prices.gradient_sync("w", SYNC) == pytest.approx(
+        511 * share + 2 * 255 / 256 * nbytes + 2 * nbytes, rel=1e-12
+    )
 
 
 def test_other_moves_of_a_weight_are_not_put_into_buckets() -> None:

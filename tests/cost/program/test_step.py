@@ -39,7 +39,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     assert found.forward == cut + linear + summed + total
     kept = 1e-3 * 48  # breaks ties
     assert found.backward == pytest.approx((1 + 80 + 48 + 120) + (1 + 8 + 80) + kept)
-    assert found.sync == pytest.approx(2 * 120 / BUCKET_BYTES + 120 + (1 + 2 * 120))
+    assert found.sync == pytest.approx((2 + 1) * 120 / BUCKET_BYTES + 120 + 2 * 120)
     assert found.update == 2 * (4 * 120 + 4)
     used = anew(priced(graph, find_atoms(graph)), training=False)
     alone = PricedProgram(used, force_factors(graph, used.dims, {made: "n0", loss: "d0"})).cost
@@ -123,7 +123,7 @@ def test_a_weight_that_several_take_is_summed_and_updated_once(layers: int) -> N
     prices = priced(graph, find_atoms(graph))
     program = force_factors(graph, prices.dims, {**dict.fromkeys(made[1:], "n0"), loss: "d0"})
     found, plan = PricedProgram(prices, program).cost, planned(graph, prices, program)
-    cut, total, sync = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8), 2 * 72 / BUCKET_BYTES + 72 + (1 + 2 * 72)
+    cut, total, sync = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8), (2 + 1) * 72 / BUCKET_BYTES + 72 + 2 * 72
     assert found.sync == pytest.approx(sync)
     assert found.update == 2 * (4 * 72 + 4)
     assert sum(layer.communication for layer in plan.layers) == pytest.approx(cut + sync)

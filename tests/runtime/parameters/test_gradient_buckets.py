@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +13,7 @@ from autopar.core.mesh import Mesh
 from autopar.runtime.collectives import groups
 from autopar.runtime.parameters.gradient_buckets import (
     ALONE_BYTES,
+    BUCKET_BYTES,
     Bucket,
     GradientSync,
     Member,
@@ -29,15 +31,32 @@ def member(index: int, key: str = "a@2", dtype: torch.dtype = torch.float32, nby
 
 
 def test_buckets_fill_in_order_and_hold_one_key_and_dtype() -> None:
-    members = [member(0), member(1, "b@2"), member(2), member(3, dtype=torch.float64), member(4)]
-    found = [[item.index for item in bucket.members] for bucket in assign(members, 16)]
+    members = [member(0), member(1, "b@2x2"), member(2), member(3, dtype=torch.float64), member(4)]
+    found = [[item.index for item in bucket.members] for bucket in assign(members, "cpu", 16)]
     assert found == [[0, 2], [1], [3], [4]]
 
 
 def test_large_members_go_alone_in_their_turn() -> None:
     members = [member(0), member(1, nbytes=ALONE_BYTES), member(2), member(3)]
-    found = [[item.index for item in bucket.members] for bucket in assign(members, 24)]
+    found = [[item.index for item in bucket.members] for bucket in assign(members, "cpu", 24)]
     assert found == [[1], [0, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "key, full",
+    [
+        ("a@8", BUCKET_BYTES),
+        ("b@32x8", BUCKET_BYTES),
+        ("a@64x4", 64 * 2**19),
+        ("ab@32x8", 256 * 2**19),
+    ],
+)
+def test_a_gpu_sums_in_messages_that_latency_does_not_rule(key: str, full: int) -> None:
+    """Half a MiB or more for each rank, and no gradient alone that is smaller than a bucket."""
+    quarters = [member(index, key, nbytes=full // 4) for index in range(6)]
+    members = [*quarters[:3], member(6, key, nbytes=full), *quarters[3:]]
+    found = [[item.index for item in bucket.members] for bucket in assign(members, "cuda")]
+    assert found == [[6], [0, 1, 2, 3], [4, 5]]
 
 
 def _shares(order: list[int], parts: int) -> list[int]:
@@ -105,7 +124,7 @@ def _at_rest() -> None:
     groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
     held = torch.full((6,), 1.0 + dist.get_rank())
     for gradient, in_place in ((held.view(2, 3), False), (held.view(2, 3).clone(), True)):
-        sums, place = Sums(assign([member(0)], 1)), gradient.data_ptr()
+        sums, place = Sums(assign([member(0)], "cpu", 1)), gradient.data_ptr()
         sums.add(0, gradient, fresh=False)
         ((index, total),) = sums.totals()
         assert index == 0 and torch.equal(total, torch.full((2, 3), 3.0))
@@ -120,7 +139,7 @@ def test_a_gradient_at_rest_is_summed_in_place_unless_its_storage_is_shared(pool
 def _in_turn() -> list[int]:
     """How many of three buckets have started with each member; the second is filled too late."""
     groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
-    sums = Sums(assign([member(index) for index in range(5)], 16))  # 0 and 1, 2 and 3, 4
+    sums = Sums(assign([member(index) for index in range(5)], "cpu", 16))  # 0 and 1, 2 and 3, 4
     started: list[int] = []
     for index in (4, 0, 2, 1):
         sums.add(index, torch.full((2,), float(index)), fresh=False)
@@ -148,7 +167,8 @@ def _asked_for() -> list[int]:
         return torch.full((count,), torch.nan, dtype=like.dtype)
 
     sums = Sums(
-        assign([member(0, nbytes=8), member(1, nbytes=24), member(2, nbytes=12), member(3)], 44), memory
+        assign([member(0, nbytes=8), member(1, nbytes=24), member(2, nbytes=12), member(3)], "cpu", 44),
+        memory,
     )
     for index, count in enumerate((2, 6, 3)):
         sums.add(index, torch.full((count,), float(index)), fresh=False)
