@@ -124,6 +124,14 @@ class Apart:
         unstaged = stages == 1 < others
         return seconds_of(other) * (1 + (self.of_stages if unstaged else MEASURED))
 
+    def promised(self, choice: Choice, choices: Sequence[Choice], cap: float) -> float:
+        """Seconds from which on stages beat a `choice` without if they take what they are estimated to; where
+        operators are measured estimates say too little."""
+        if self.measured:
+            return math.inf
+        staged = [each for each in choices if each.ranks > 1 == choice.ranks and each.nbytes <= cap]
+        return min((self.limit(choice, each) for each in staged), default=math.inf)
+
     def simplest(self, decisions: Sequence[Decision]) -> Decision:
         """The simplest of those that can't be told from the fastest."""
         fastest = min(decisions, key=seconds_of)

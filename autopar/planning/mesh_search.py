@@ -211,6 +211,7 @@ class MeshProblem:
             return unstaged(self.solve(ask, limits), count)
         found, bound = self.hidden(ask.uncapped, limits)
         if ask.cap is not None and self.quickest(found).peak.nbytes > ask.cap:
+            check_cutoff(bound, limits.cutoff)
             found, bound = self.hidden(ask, limits)
         step = unstaged(self.quickest(found), count)
         step = dataclasses.replace(step, bound=min(bound, step.seconds))

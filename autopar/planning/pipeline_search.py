@@ -7,6 +7,9 @@
 Tracing a model and solving a mesh take seconds, and there are hundreds of choices (screening.py). So the
 choice of K and M rests on estimates; the plan says so. The simplest that fits is planned whatever its
 estimate is, if no other of as few stages is.
+
+A step without stages is planned before those that must beat it. Where it is proved early that stages beat it
+if they keep what they promise, it waits until they are planned: most of its integer programs are then spared.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from autopar.planning.request import Request
 from autopar.planning.screening import GraphOf, Screen
 from autopar.planning.search import Decision, decide
 from autopar.solve.deadline import after, is_over, left
+from autopar.solve.placement.solution import CutoffError
 from costdb.database import Database
 
 PLANNED = 3  # pairs of K and M that are planned
@@ -77,9 +81,14 @@ def decide_all(
     failures: list[AutoparError] = []
     looked_at: list[Choice] = []
     left_out: list[Choice] = []
-    while choice := _next(choices, looked_at, apart, screen.cap):
+    waiting: dict[Choice, float] = {}  # with seconds that they take at least
+    while choice := _next(choices, [*looked_at, *waiting], apart, screen.cap) or next(iter(waiting), None):
         looked_at.append(choice)
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
+        waited = waiting.pop(choice, 0.0)
+        if waited >= fastest:
+            continue
+        promised = math.inf if found or waited else apart.promised(choice, choices, screen.cap)
         is_fewest = choice is _simplest(_few(choices, apart, screen.cap), screen.cap)
         is_fewest = is_fewest and all(each.request.pipeline_ranks > choice.ranks for each in found)
         if not is_fewest and choice.seconds >= room * fastest:
@@ -107,10 +116,14 @@ def decide_all(
                     progress=progress,
                     co_runners=co_runners,
                     budget=budget,
-                    cutoff=fastest,
+                    cutoff=min(fastest, promised),
                     deadline=deadline,
                 )
             )
+        except CutoffError as error:
+            failures.append(error)
+            if promised < fastest:
+                waiting[looked_at.pop()] = promised
         except (InfeasibleError, InputError, SolverError, TraceError) as error:
             failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:

@@ -306,11 +306,11 @@ def _too_late(problem: MeshProblem) -> SolverError:
 
 
 def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError | SolverError:
-    """What all meshes' failures come to: not infeasible while one was not solved in time, and else that of
-    the mesh on which least memory is known to do."""
-    unsolved = [error for error in failures if isinstance(error, SolverError)]
-    if unsolved:
-        return unsolved[0]
+    """What all meshes' failures come to: not infeasible while one was not solved in time or left at its
+    bound, and else that of the mesh on which least memory is known to do."""
+    open_ends = [error for error in failures if isinstance(error, SolverError | CutoffError)]
+    if open_ends:
+        return min(open_ends, key=lambda error: isinstance(error, CutoffError))
     infeasible = [error for error in failures if isinstance(error, InfeasibleError)]
     return min(infeasible, key=lambda error: error.would_do)
 

@@ -9,10 +9,11 @@ from random import Random
 import pytest
 
 from autopar.core.mesh import Mesh
-from autopar.planning.ask import Limits
+from autopar.cost.operators.prices import Prices
+from autopar.planning.ask import Ask, Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.solve.placement.solution import CutoffError
+from autopar.solve.placement.solution import CutoffError, Solution
 from tests.solve.brute_force import chain, random_prices
 
 
@@ -41,3 +42,22 @@ def test_a_cutoff_ends_its_own_search_alone() -> None:
     with pytest.raises(CutoffError):
         one.plan(one.ask(), Limits(cutoff=seconds / 2))
     assert one.plan(one.ask()).seconds == seconds
+
+
+def test_nothing_is_sought_under_a_cap_where_no_plan_beats_the_cutoff_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, caps = problem(), list[int | None]()
+    fastest = one.solve(one.ask())
+
+    def hidden(self: MeshProblem, ask: Ask, limits: Limits) -> tuple[list[Solution], float]:
+        caps.append(ask.cap)
+        return [fastest], 2.0
+
+    monkeypatch.setattr(Prices, "overlap", 0.5)
+    monkeypatch.setattr(MeshProblem, "hidden", hidden)
+    with pytest.raises(CutoffError):
+        one.whole(one.ask(cap=1), Limits(cutoff=2.0))
+    assert caps == [None]
+    one.whole(one.ask(cap=1), Limits(cutoff=2.1))
+    assert caps == [None, None, 1]

@@ -28,7 +28,7 @@ from autopar.planning.request import Request
 from autopar.planning.screening import ROUGH, Placed, Screen
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
-from autopar.solve.placement.solution import CutoffError, Solution
+from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.stages import step
 from autopar.solve.stages.step import Step
 from autopar.trace.export import trace
@@ -146,6 +146,40 @@ def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_est
     by_estimate = planned == [1]
     assert row.step_seconds == (estimate if by_estimate else 0.95)
     assert (" by its estimate" in row.reason) is by_estimate
+
+
+@pytest.mark.parametrize(
+    ("seconds", "planned"),
+    [
+        (0.88, [(1, 0.99), (2, math.inf)]),
+        (0.95, [(1, 0.99), (2, math.inf), (1, 1.045)]),
+        (math.inf, [(1, 0.99), (2, math.inf), (1, math.inf)]),
+    ],
+)
+def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_what_they_promise(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, planned: list[tuple[int, float]]
+) -> None:
+    """Its bound is 1: it is planned after all if stages take longer than that allows, or don't fit."""
+    cutoffs = list[tuple[int, float]]()
+
+    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+        self.cap = 1.0
+        return [Choice(each, Mesh((4 // each,)), 4, {2: 0.9, 1: 1.2}[each], 0.0) for each in (2, 1)]
+
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+        cutoffs.append((request.pipeline_ranks, cutoff))
+        if request.pipeline_ranks == 1:
+            check_cutoff(1.0, cutoff)
+            return decision_of(1, 4, 1.2)
+        if seconds == math.inf:
+            raise InfeasibleError(where="stages", found="too much", wanted="less", remedy="others")
+        return decision_of(2, 4, seconds)
+
+    monkeypatch.setattr(Screen, "choices", choices)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    assert cutoffs == [(ranks, pytest.approx(cutoff)) for ranks, cutoff in planned]
+    assert found.request.pipeline_ranks == (1 if seconds == math.inf else 2)
 
 
 def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> Decision:

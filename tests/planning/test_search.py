@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
+from autopar.errors import InfeasibleError
 from autopar.planning.apart import IN_VAIN
 from autopar.planning.ask import Limits
 from autopar.planning.planner import Planner
@@ -24,7 +26,7 @@ from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.solution import check_cutoff
+from autopar.solve.placement.solution import CutoffError, check_cutoff
 from autopar.trace.export import Traced, trace
 from examples.characters import gpt
 from tests.planning.weight_bytes import weight_bytes
@@ -248,6 +250,21 @@ class Bounded:
 class Stepped:
     seconds: float
     bound: float
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_what_is_left_at_a_bound_on_one_mesh_is_not_infeasible_for_want_of_memory_on_another(
+    turn: int,
+) -> None:
+    def unfit(*_: Any, **__: Any) -> Any:
+        raise InfeasibleError(where="memory", found="more", wanted="less", remedy="others", least=1)
+
+    meshes: list[Any] = [
+        Bounded(1.0, 1.0),
+        SimpleNamespace(is_long=False, cap=None, request=Request(), ask=unfit),
+    ]
+    with pytest.raises(CutoffError):
+        _best(meshes[::turn], None, 0.5)
 
 
 def test_meshes_of_long_graphs_that_could_gain_but_little_are_left_and_the_gap_says_by_how_much() -> None:
