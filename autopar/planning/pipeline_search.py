@@ -191,8 +191,8 @@ def _would_do(error: AutoparError) -> tuple[bool, float]:
 
 
 def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
-    """Chooses what to look at: the first ones, the first without stages, and the simplest. Not too many of
-    the first have one K; the simplest are those that can't be told from the first."""
+    """Chooses what to look at: the first ones, the first without stages, and the simplest of those that can't
+    be told from the first. Not too many of the first have one K."""
     taken: list[Choice] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
@@ -201,9 +201,10 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
     simplest = min(alike, key=complexity, default=taken[0])
-    # What stages must beat is planned first, unless they promise so much that it decides nothing.
+    # What stages must beat is planned first, unless they promise so much that it decides nothing. With stages
+    # the fastest is planned first: mostly the simplest then promises too little beside its plan.
     first = [each for each in fitting if each.ranks == 1 and each.seconds <= SLOWER * fitting[0].seconds][:1]
-    return list(dict.fromkeys([*first, simplest, *taken]))
+    return list(dict.fromkeys([*first, taken[0], simplest, *taken]))
 
 
 def _divisors(number: int) -> list[int]:

@@ -96,7 +96,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 
 
-@pytest.mark.parametrize(("nbytes", "planned"), [(0.0, [2, 4, 1]), (math.inf, [2, 4])])
+@pytest.mark.parametrize(("nbytes", "planned"), [(0.0, [4, 2, 1]), (math.inf, [4, 2])])
 def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     monkeypatch: pytest.MonkeyPatch, nbytes: float, planned: list[int]
 ) -> None:
@@ -180,6 +180,27 @@ def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_wha
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     assert cutoffs == [(ranks, pytest.approx(cutoff)) for ranks, cutoff in planned]
     assert found.request.pipeline_ranks == (1 if seconds == math.inf else 2)
+
+
+@pytest.mark.parametrize(("seconds", "planned"), [(0.95, [8]), (1.0, [8, 4])])
+def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_hardly_less(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, planned: list[int]
+) -> None:
+    """Beside its plan 4 micro-batches instead of 8 may promise too little."""
+    counts = list[int]()
+
+    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+        self.cap = 1.0
+        return [Choice(2, Mesh((2,)), each, {8: 1.0, 4: 1.02}[each], 0.0) for each in (8, 4)]
+
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
+        counts.append(request.micro_batches)
+        return decision_of(2, request.micro_batches, {8: seconds, 4: 1.02}[request.micro_batches])
+
+    monkeypatch.setattr(Screen, "choices", choices)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    assert counts == planned and found.request.micro_batches == planned[-1]
 
 
 def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> Decision:
