@@ -38,7 +38,8 @@ class MoveAction(Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
-    COPY = "copy"  # a slice or a zero-pad: local, but it copies
+    SLICE = "slice"  # a copy of the rank's part
+    COPY = "copy"  # of all, or of a part among zeros
     NOTHING = "-"
 
 
@@ -56,12 +57,12 @@ _TABLE: dict[tuple[type, type], Effect] = {
     (Partial, Replicate): Effect("p_to_r", _A.ALL_REDUCE, _A.NOTHING),
     (Replicate, Broadcast): Effect("r_to_b", _A.NOTHING, _A.ALL_REDUCE),
     (Partial, Broadcast): Effect("p_to_b", _A.ALL_REDUCE, _A.ALL_REDUCE),
-    (Shard, Replicate): Effect("s_to_r", _A.ALL_GATHER, _A.COPY),
+    (Shard, Replicate): Effect("s_to_r", _A.ALL_GATHER, _A.SLICE),
     (Shard, Broadcast): Effect("s_to_b", _A.ALL_GATHER, _A.REDUCE_SCATTER),
     (Partial, Shard): Effect("p_to_s", _A.REDUCE_SCATTER, _A.ALL_GATHER),
-    (Replicate, Shard): Effect("r_to_s", _A.COPY, _A.ALL_GATHER),
-    (Broadcast, Shard): Effect("b_to_s", _A.COPY, _A.COPY),
-    (Shard, Partial): Effect("s_to_p", _A.COPY, _A.COPY),
+    (Replicate, Shard): Effect("r_to_s", _A.SLICE, _A.ALL_GATHER),
+    (Broadcast, Shard): Effect("b_to_s", _A.SLICE, _A.COPY),
+    (Shard, Partial): Effect("s_to_p", _A.COPY, _A.SLICE),
     (Replicate, Partial): Effect("r_to_p", _A.COPY, _A.NOTHING),
     (Broadcast, Replicate): Effect("b_to_r", _A.NOTHING, _A.COPY),
     (Broadcast, Partial): Effect("b_to_p", _A.COPY, _A.COPY),

@@ -258,7 +258,7 @@ ACTIONS = {
     "all-gather": MoveAction.ALL_GATHER,
     "reduce-scatter": MoveAction.REDUCE_SCATTER,
     "all-to-all": MoveAction.ALL_TO_ALL,
-    "slice": MoveAction.COPY,
+    "slice": MoveAction.SLICE,
     "zero-pad": MoveAction.COPY,
     "keep on one rank": MoveAction.COPY,
     "–": MoveAction.NOTHING,

@@ -277,6 +277,9 @@ class TensorPrices:
         match action:
             case MoveAction.NOTHING:
                 return 0.0
+            case MoveAction.SLICE:  # only the part is read and written
+                part = math.ceil(nbytes / self.dims.mesh.shape[axis])
+                return self._copy(part) + self._host(LOCAL_MOVE_LAUNCHES)
             case MoveAction.COPY:
                 return self._copy(nbytes) + self._host(LOCAL_MOVE_LAUNCHES)
             case MoveAction.ALL_REDUCE:  # of a copy: others may read the terms

@@ -75,18 +75,18 @@ def of_tensors(
 
 # Of 24 floats, 96 bytes, over two ranks. A copy takes 193 s; all-reduce 2 + 96, all-gather and reduce-scatter
 # 1 + 48, all-to-all 1 + 24, as a rank sends half of its half.
-COPY, SUM, GATHER, SCATTER, SWAP = 1 + 2 * 96, 2 + 96, 1 + 48, 1 + 48, 1 + 24
+COPY, SLICE, SUM, GATHER, SCATTER, SWAP = 1 + 2 * 96, 1 + 2 * 48, 2 + 96, 1 + 48, 1 + 48, 1 + 24
 PACKING = {SUM: 6 * 96, GATHER: 4 * 96, SCATTER: 8 * 96, SWAP: 8 * 96 // 2}
 MOVES = [
     (P, R, (COPY + SUM, 0)),
     (R, B, (0, COPY + SUM)),
     (P, B, (COPY + SUM, COPY + SUM)),
-    (S, R, (GATHER, COPY)),
+    (S, R, (GATHER, SLICE)),
     (S, B, (GATHER, SCATTER)),
     (P, S, (SCATTER, GATHER)),
-    (R, S, (COPY, GATHER)),
-    (B, S, (COPY, COPY)),
-    (S, P, (COPY, COPY)),
+    (R, S, (SLICE, GATHER)),
+    (B, S, (SLICE, COPY)),
+    (S, P, (COPY, SLICE)),
     (R, P, (COPY, 0)),
     (B, R, (0, COPY)),
     (B, P, (COPY, COPY)),
@@ -160,7 +160,7 @@ def test_the_largest_part_counts() -> None:
     prices = of_tensors(4, 6, ranks=(3,))
     assert prices.local_bytes("x", (S,)) == 48
     assert prices.local_bytes("x", (OTHER,)) == 32
-    assert parts(prices, S, R) == pytest.approx((2 + 2 / 3 * 96, 1 + 2 * 96))
+    assert parts(prices, S, R) == pytest.approx((2 + 2 / 3 * 96, 1 + 2 * 32))  # an even part is cut
     assert parts(prices, P, R) == pytest.approx((1 + 2 * 96 + 4 + 4 / 3 * 96, 0))
     assert parts(prices, OTHER, S) == pytest.approx((2 + 2 / 9 * (3 * 48),) * 2)
 
@@ -169,8 +169,8 @@ def test_a_move_is_priced_by_what_other_axes_leave_and_by_the_link_of_its_own() 
     spec = TensorSpec((4, 6), torch.float32, True)
     graph = Graph((GraphInput("x", InputKind.USER, "x", spec),), (), ("x",), {"x": spec})
     prices = priced(graph, Atoms(graph, [], []), ranks=(2, 3), nodes=2)
-    assert prices.move_parts("x", Move(0, (S, OTHER), (R, OTHER))) == (101 + 16, 1 + 2 * 32)
-    assert prices.move_parts("x", Move(1, (S, OTHER), (S, R))) == pytest.approx((2 + 2 / 3 * 48, 1 + 2 * 48))
+    assert prices.move_parts("x", Move(0, (S, OTHER), (R, OTHER))) == (101 + 16, 1 + 2 * 16)
+    assert prices.move_parts("x", Move(1, (S, OTHER), (S, R))) == pytest.approx((2 + 2 / 3 * 48, 1 + 2 * 16))
 
 
 # -- weights -------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_move_is_priced_by_what_other_axes_leave_and_by_the_link_of_its_own() 
 
 def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
     """Its pages are touched once more: a copy of the whole weight each time."""
-    for target, back in ((R, COPY + HOST), (B, SCATTER + 8 * 96)):
+    for target, back in ((R, SLICE + HOST), (B, SCATTER + 8 * 96)):
         ahead = GATHER + 4 * 96
         assert parts(of_tensors(4, 6, device=CPU), S, target, "x") == (ahead, back)
         assert parts(of_tensors(4, 6, device=CPU), S, target, "w") == (COPY + ahead, COPY + back)

@@ -107,7 +107,7 @@ def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_clo
     prices = random_prices(graph, Mesh((2,)), Random(seed))
     space = build_space(graph, prices, unfolded(graph))
     free = choose(graph, prices, space, unfolded(graph), gap=1e-9)
-    price = (3.0 if is_close else 0.5) * free.seconds / free.peak.nbytes
+    price = (2.0 if is_close else 0.5) * free.seconds / free.peak.nbytes
     sizes: list[int] = []
 
     def noted(program: LinearProgram, **how: Any) -> SolverAnswer:
