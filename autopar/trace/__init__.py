@@ -36,6 +36,8 @@ numbers              which literals of a graph Python's numbers are
 refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes
+finite_checks        branches that clamp what isn't finite
+strided_windows      as_strided of dense tensors, by operators on elements
 custom_backwards     Functions and hooks with a backward of their own
 custom_calls         one of them, its tensors and numbers taken out
 custom_operator      one of them as an operator of the graph

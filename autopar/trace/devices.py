@@ -3,17 +3,29 @@
     model on the CPU, or meta        batch on the GPU        traced on the CPU, or meta
 
 A program brings what it takes to its rank's device by itself, so where an example lies says nothing.
+
+A forward that makes tensors on CPUs, as one that names no device does, adds none of them to tensors of the
+meta device. A model without memory is a plan's stand-in for one that has it: then it is traced as on a CPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from autopar.trace.call_signature import Arguments
+
+Result = TypeVar("Result")
+_CPU = torch.device("cpu")
 
 
 def devices_of(model: nn.Module, arguments: Arguments) -> list[torch.device]:
@@ -27,10 +39,37 @@ def devices_of(model: nn.Module, arguments: Arguments) -> list[torch.device]:
 def beside(tensor: Tensor, devices: Sequence[torch.device]) -> Tensor:
     """Return a tensor that is on one of the `devices`, where need be one without values on the first.
 
-    A trace reads no values."""
-    if tensor.device in devices:
+    A trace reads no values. A view of meta tensors has memory of its own, as torch.export takes its sizes for
+    unknown."""
+    is_view = tensor.is_meta and tensor._is_view()
+    if tensor.device in devices and not is_view:
         return tensor
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=devices[0])
-    if devices[0].type not in ("cpu", "meta"):  # whose memory is taken at once
+    device = tensor.device if tensor.device in devices else devices[0]
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if device.type not in ("cpu", "meta"):  # whose memory is taken at once
         like.untyped_storage().resize_(0)
     return like.requires_grad_(tensor.requires_grad)
+
+
+def on_one_device(run: Callable[[], Result], devices: Sequence[torch.device]) -> Result:
+    """What `run`, a trace on `devices`, gives; run again as on a CPU if meta tensors meet those of CPUs."""
+    try:
+        return run()
+    except FakeTensorDeviceMismatchError:
+        if all(device.type != "meta" for device in devices):
+            raise
+    with _meta_as_cpu():
+        return run()
+
+
+@contextmanager
+def _meta_as_cpu() -> Iterator[None]:
+    """Within, traces take tensors of the meta device for those of a CPU."""
+    describe = MetaTensorDescriber.describe_tensor
+
+    def described(self: MetaTensorDescriber, tensor: Tensor, **how: Any) -> Any:
+        found = describe(self, tensor, **how)
+        return replace(found, device=_CPU) if found.device.type == "meta" else found
+
+    with patch.object(MetaTensorDescriber, "describe_tensor", described):
+        yield

@@ -40,7 +40,7 @@ from autopar.trace.call_signature import (
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
-from autopar.trace.devices import beside, devices_of
+from autopar.trace.devices import beside, devices_of, on_one_device
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.grouped_heads import with_grouped_heads
@@ -307,7 +307,8 @@ def _trace(
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
-            exported = without_draws(lambda: torch.export.export(flat, _distinct(traced), strict=False))
+            export = partial(torch.export.export, flat, _distinct(traced), strict=False)
+            exported = without_draws(partial(on_one_device, export, devices))
     except AutoparError:
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises

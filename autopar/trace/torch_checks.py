@@ -6,6 +6,8 @@
     1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
     x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where
     bincount(x, minlength=n)            as n counts, and an error where x has a larger value
+    x.as_strided(...) of windows        by reshape and unfold, if x is dense
+    if not isfinite(x).all(): clamp     clamped always, where that changes nothing finite
 
 What writes to weights (max_norm) and what has shapes by values (packed sequences, CTC loss, counts and
 classes of unknown number) is refused by name. Generators that a forward passes to a draw are refused: their
@@ -14,7 +16,7 @@ state would be that of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +27,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn.modules import batchnorm, transformer
 from torch.overrides import TorchFunctionMode
+
+from autopar.trace.finite_checks import FiniteChecks
+from autopar.trace.strided_windows import windows
 
 _NO_DIMS = torch.Size()
 _DATA: Any = Tensor.data  # the attribute of every tensor
@@ -181,7 +186,22 @@ _OF_SIZE: dict[Any, Callable[..., Tensor]] = {
     Tensor.bincount: _bincount,
     F.one_hot: _one_hot,
 }
+
+
+def _as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    found = windows(x, size, stride, storage_offset)
+    return x.as_strided(size, stride, storage_offset) if found is None else found
+
+
+_BY_ELEMENTS: dict[Any, Callable[..., Tensor]] = {
+    torch.as_strided: _as_strided,
+    Tensor.as_strided: _as_strided,
+}
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
+
+_OTHERWISE = _OF_SIZE | _BY_ELEMENTS
 
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _LOOKUPS = (F.embedding, F.embedding_bag)
@@ -194,9 +214,24 @@ class _Rewriting(TorchFunctionMode):
     def __init__(self, notes: list[str], masks: _Masks) -> None:
         super().__init__()
         self.notes, self.masks = notes, masks
+        self.finite = FiniteChecks(_by_values)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if raised[0] is None:
+            self.finite.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.finite.before(function, args, kwargs)
+        if (answer := self.finite.answer(function, args)) is not None:
+            return answer
+        result = self.called(function, args, kwargs)
+        self.finite.after(function, args, kwargs, result)
+        return result
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `function` gives, or what is written in its place."""
         _refuse(function, args, kwargs)
         if function == _DATA.__get__:
             return args[0].detach()
@@ -209,8 +244,8 @@ class _Rewriting(TorchFunctionMode):
         if function in _IN_PLACE:
             with self:
                 return _IN_PLACE[function](*args, **kwargs)
-        if function in _OF_SIZE:
-            return _OF_SIZE[function](*args, **kwargs)
+        if function in _OTHERWISE:
+            return _OTHERWISE[function](*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except RuntimeError as cause:
@@ -228,6 +263,16 @@ class _Rewriting(TorchFunctionMode):
                 "a forward by tensors alone",
                 "compute it with torch, or outside of forward and pass the result",
             ) from cause
+
+
+def _by_values() -> ForwardError:
+    """The refusal of a branch on whether values are finite."""
+    return ForwardError(
+        "a branch on whether values are finite, that doesn't clamp these first",
+        "the same operators for all values",
+        "choose by torch.where(condition, a, b), or clamp without asking",
+        asks=True,
+    )
 
 
 def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

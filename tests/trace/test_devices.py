@@ -41,3 +41,23 @@ def test_a_model_that_lies_on_two_devices_takes_what_lies_on_either() -> None:
     model._parameters = {"unused": model._parameters.pop("unused"), **model._parameters}  # the first one
     ids, x = (torch.zeros(2, 3, dtype=torch.long, device="meta"), torch.zeros(2, 3, 4, device="meta"))
     assert len(trace(model, (ids, x)).graph.operators) == len(targets("cpu", "cpu"))
+
+
+class OnCPUs(nn.Module):
+    """Names no device for a tensor that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x + torch.linspace(0.0, 1.0, 4)) * torch.ones(3, 1)
+        return result
+
+
+def test_a_model_without_memory_is_traced_as_on_a_cpu_where_forward_makes_tensors_there() -> None:
+    with torch.device("meta"):
+        model, x = OnCPUs(), torch.zeros(3, 4)
+    found, wanted = trace(model, (x,)).graph, trace(OnCPUs(), (torch.zeros(3, 4),)).graph
+    assert [item.target for item in found.operators] == [item.target for item in wanted.operators]
+    assert all(item.value is None or item.value.is_meta for item in found.inputs)

@@ -188,8 +188,8 @@ def by_ctc(x: Tensor) -> Tensor:
             "bincount without minlength.*pass minlength",
         ),
         (Net(lambda h, _: F.one_hot(h.argmax(-1)).max()), X, "one_hot without num_classes.*pass num_classes"),
-        (Net(lambda h, _: h.t().as_strided((3, 2), (1, 1)).sum()), X, "as_strided.*order.*unfold"),
-        (Net(lambda h, _: torch.as_strided(h, (3, 2), (1, 1)).sum()), X, "as_strided.*order.*unfold"),
+        (Net(lambda h, _: h[:, :2].as_strided((3, 2), (1, 1)).sum()), X, "as_strided.*order.*unfold"),
+        (Net(lambda h, _: torch.as_strided(h, (3, 2), (0, 1)).sum()), X, "as_strided.*order.*unfold"),
         (nn.EmbeddingBag(5, 4, max_norm=1.0), torch.ones(3, 2).long(), "embedding_bag with max_norm"),
     ],
 )
