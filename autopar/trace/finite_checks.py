@@ -6,8 +6,9 @@
 
 In float32 and bfloat16 that c rounds to the largest finite number. Of finite values the clamp changes none
 then, nor their gradients; so both ways of the branch are one program. A branch that does anything else first
-depends on values and is refused. So is one in float16, whose c is another number, and under autocast, where
-the dtype in a trace isn't always the program's.
+depends on values and is refused. So are branches on infinite values alone (`isinf`), as a clamp changes the
+gradient of what is no number; those in float16, whose c is another number; and those under autocast, where the
+dtype in a trace isn't always the program's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHECKS = {torch.isfinite: "all", Tensor.isfinite: "all", torch.isinf: "any", Tensor.isinf: "any"}
-_REDUCTIONS: dict[Any, str] = {torch.all: "all", Tensor.all: "all", torch.any: "any", Tensor.any: "any"}
+_CHECKS = (torch.isfinite, Tensor.isfinite)
+_REDUCTIONS = (torch.all, Tensor.all)
 BELOW = 1000  # the largest number: where libraries clamp
 _CLAMPS = (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
 _DEVICES = ("cpu", "cuda")
@@ -33,7 +34,6 @@ class _Check:
     result: Tensor
     source: Tensor
     version: int
-    asks: str
 
     @property
     def holds_for_any(self) -> bool:
@@ -63,21 +63,21 @@ class FiniteChecks:
         if function not in _CLAMPS or not args or args[0] is not owed or not _keeps_finite(*args, **kwargs):
             raise self.refuse()
 
-    def answer(self, function: Any, args: tuple[Any, ...]) -> bool | None:
-        """Whether all is finite: no, of what can be clamped always; None of any other question."""
+    def answers_no(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the call asks if all is finite, of what can be clamped always: not all is, then."""
         check = self._known.get(id(args[0])) if function in (Tensor.__bool__, Tensor.item) else None
         if check is None or not check.holds_for_any:
-            return None
+            return False
         self._owed = check.source
-        return check.asks == "any"
+        return True
 
     def after(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Remember the checks that a call makes."""
         if function in _CHECKS and len(args) == 1 and args[0].is_floating_point():
-            self._known[id(result)] = _Check(result, args[0], args[0]._version, _CHECKS[function])
+            self._known[id(result)] = _Check(result, args[0], args[0]._version)
         elif function in _REDUCTIONS and len(args) == 1 and not kwargs:
             check = self._known.get(id(args[0]))
-            if check is not None and _REDUCTIONS[function] == check.asks:
+            if check is not None:
                 self._known[id(result)] = replace(check, result=result)
 
     def end(self) -> None:

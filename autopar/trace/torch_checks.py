@@ -224,8 +224,8 @@ class _Rewriting(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.finite.before(function, args, kwargs)
-        if (answer := self.finite.answer(function, args)) is not None:
-            return answer
+        if self.finite.answers_no(function, args):
+            return False
         result = self.called(function, args, kwargs)
         self.finite.after(function, args, kwargs, result)
         return result
