@@ -7,8 +7,8 @@
 In float32 and bfloat16 that c rounds to the largest finite number. Of finite values the clamp changes none
 then, nor their gradients; so both ways of the branch are one program. A branch that does anything else first
 depends on values and is refused. So are branches on infinite values alone (`isinf`), as a clamp changes the
-gradient of what is no number; those in float16, whose c is another number; and those under autocast, where the
-dtype in a trace isn't always the program's.
+gradient of what is no number; those in float16, whose c is another number; and those under autocast, where
+the dtype in a trace isn't always the program's.
 """
 
 from __future__ import annotations
