@@ -81,7 +81,7 @@ class GraphInput:
     kind: InputKind
     target: str
     spec: TensorSpec
-    aliases: tuple[str, ...] = ()  # further names of a tied parameter
+    aliases: tuple[str, ...] = ()  # further names of what is tied
     mutated: bool = False  # written in place by an operator (running statistics)
     value: torch.Tensor | None = field(default=None, compare=False)  # of a constant
     exact: torch.Tensor | None = field(default=None, compare=False)  # in more digits, where that is rounded

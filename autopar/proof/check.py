@@ -59,7 +59,9 @@ from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.module import serial_model
+from autopar.runtime.module.guards import Guard
 from autopar.sharding.strategies import dims_of
+from autopar.trace.attribute_reads import recording
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
@@ -225,15 +227,17 @@ def check(
             asked=asked,
         )
     autocast = request.autocast(cluster)
-    traced = trace(
-        target.model,
-        target.args,
-        target.kwargs,
-        loss_fn=target.loss_fn,
-        loss_only=False,
-        static=request.static,
-        autocast=autocast,
-    )
+    with recording() as reads:
+        traced = trace(
+            target.model,
+            target.args,
+            target.kwargs,
+            loss_fn=target.loss_fn,
+            loss_only=False,
+            static=request.static,
+            autocast=autocast,
+        )
+    Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:

@@ -49,8 +49,15 @@ def widest(tensor: Tensor) -> Tensor:
 
 
 def raise_model(model: nn.Module) -> nn.Module:
-    """The model, its parameters and buffers raised where they are: `double()` leaves complex ones alone."""
-    model._apply(lambda tensor: tensor.to(raised(tensor.dtype)))  # in place, as double() does it
+    """The model, its parameters and buffers raised where they are: `double()` leaves complex ones alone.
+
+    A buffer under several names stays one, of which `double()` makes several."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # each beside what it was, whose identity that holds
+
+    def lift(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), (tensor, tensor.to(raised(tensor.dtype))))[1]
+
+    model._apply(lift)  # in place, as double() does it
     return model
 
 

@@ -52,8 +52,8 @@ class AskedInputs(TorchFunctionMode):
             self._last = sources
             raise
         self._note(result, sources)
-        if name.endswith("_") and isinstance(args[0], Tensor):
-            self._of[id(args[0])] = args[0], sources  # written, unless it is a question such as __len__
+        if name.endswith("_") and isinstance(first := next(iter((*args, *(kwargs or {}).values()))), Tensor):
+            self._of[id(first)] = first, sources  # written, unless it is a question such as __len__
         return result
 
     def at_fault(self, cause: BaseException | None) -> Sources:

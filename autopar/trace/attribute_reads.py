@@ -1,7 +1,8 @@
 """Which attributes of modules and settings a forward reads: the Python state that its graph is of.
 
     with recording() as reads:              nothing yet
-        with reads.on():                    nn.Module and the classes of what is read are watched
+        reads.see(model, loss)              what their code can reach by name
+        with reads.on():                    nn.Module and the classes of what is reached are watched
             model(x)                        self.tau, self.drop.p, self.config.width ... by owner and name
 
 Recorded is what was there before the call: what forward itself has put there isn't state that it reads.
@@ -9,11 +10,10 @@ Recorded is what was there before the call: what forward itself has put there is
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,37 +24,35 @@ import torch
 from torch import nn
 
 from autopar.trace.numbers import Number
+from autopar.trace.reachable_state import Reachable, is_torch
 
 ALL = "*"  # in the place of names: every attribute
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 _NOT_WATCHED = (torch.Tensor, nn.Module, type, Enum, types.ModuleType)
-_STATELESS = {
-    *("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy"),
-    *("logging", "warnings"),
-}
-_PROXIES = "torch.fx.experimental.proxy_tensor"  # whose classes stand for modules while torch traces
 
 
 @dataclass(slots=True)
 class Owner:
-    """An object whose attributes were read: `state` is its dictionary, None for one of slots."""
+    """An object whose attributes were read: `state` is its dictionary, None for one of slots.
+
+    `find` gives it, None once it is gone, as what forward made for itself."""
 
     kind: type
     state: dict[str, Any] | None
-    value: Any
+    find: Callable[[], Any]
     names: dict[str, None] = field(default_factory=dict)
 
 
 class Reads:
-    """The attributes that were read, by their owners, and the functions that ran."""
+    """The attributes that were read, by their owners, and what code can reach by name."""
 
     def __init__(self) -> None:
         self.owners: dict[int, Owner] = {}
-        self.functions: dict[int, types.FunctionType] = {}
+        self.reachable = Reachable(self._watch)
+        self.loss: Any = None
         self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
-        self._seen: dict[int, Any] = {}
+        self._is_on = False
+        self._kinds: dict[type, None] = {nn.Module: None}
         self._watched: dict[type, Any] = {}
         self._written: set[tuple[int, str]] = set()
         self._tracers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -65,9 +63,11 @@ class Reads:
         return owner is not None and (name in owner.names or ALL in owner.names)
 
     @contextmanager
-    def on(self, *values: Any) -> Iterator[None]:
-        """Record within; `values` are what the code gets at beside modules: a loss, arguments."""
-        self._watch(nn.Module)
+    def on(self) -> Iterator[None]:
+        """Record within; what the code gets at beside modules, a loss and arguments, has been seen before."""
+        self._is_on = True
+        for kind in self._kinds:
+            self._watch(kind)
         self._written.clear()
         own_set: Any = nn.Module.__setattr__
         written = self._written
@@ -78,10 +78,10 @@ class Reads:
 
         nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
         try:
-            for value in values:
-                self.see(value)
             yield
         finally:
+            self._is_on = False
+            self.reachable.let_go()
             nn.Module.__setattr__ = own_set  # type: ignore[method-assign]
             for kind, own in self._watched.items():
                 if own is None:
@@ -90,44 +90,16 @@ class Reads:
                     kind.__getattribute__ = own  # type: ignore[method-assign]
             self._watched.clear()
 
-    def see(self, value: Any) -> None:
-        """Watch the classes of `value` and of what it holds, and what functions name."""
-        if type(value) is Number or id(value) in self._seen or isinstance(value, _NOT_WATCHED):
-            return
-        self._seen[id(value)] = value
-        match value:
-            case types.FunctionType():
-                self._see_function(value)
-            case types.MethodType():
-                self.see(value.__func__)
-                self.see(value.__self__)
-            case functools.partial():
-                for held in (value.func, value.args, value.keywords):
-                    self.see(held)
-            case dict():
-                for held in value.values():
-                    self.see(held)
-            case list() | tuple() | set() | frozenset():
-                for held in value:
-                    self.see(held)
-            case _ if _is_settings(type(value)):
-                self._watch(type(value))
-                self.see(vars(type(value)).get("__call__"))
-
-    def _see_function(self, function: types.FunctionType) -> None:
-        if is_torch(function.__module__):
-            return
-        self.functions[id(function)] = function
-        for held in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.see(held)
-        for cell in filled_cells(function):
-            self.see(cell.cell_contents)
-        for name in global_names(function.__code__):
-            if name in function.__globals__:
-                self.see(function.__globals__[name])
+    def see(self, *values: Any) -> None:
+        """Take in what code can reach from values, and watch the classes of objects among that."""
+        self.reachable.see(*(value for value in values if type(value) is not Number))
 
     def _watch(self, kind: type) -> None:
-        if kind in self._watched:
+        """Record from now on what is read of objects of this class."""
+        if kind is not nn.Module and issubclass(kind, _NOT_WATCHED):
+            return
+        self._kinds[kind] = None
+        if kind in self._watched or not self._is_on:
             return
         own = kind.__dict__.get("__getattribute__")
         original: Any = kind.__getattribute__
@@ -143,7 +115,7 @@ class Reads:
             return value
 
         try:
-            kind.__getattribute__ = watched  # type: ignore[method-assign, assignment]
+            kind.__getattribute__ = watched  # type: ignore[method-assign]
         except TypeError:
             return
         self._watched[kind] = own
@@ -151,10 +123,12 @@ class Reads:
     def _record(self, value: Any, name: str, result: Any) -> None:
         if type(value) is nn.Module and self._is_tracers(value):
             return
+        if name.startswith("__") and name != "__dict__":
+            return  # of classes, which are looked at by name
+        if name == "__dict__" and is_torch(sys._getframe(2).f_globals.get("__name__")):
+            return  # nn.Module's own __setattr__ and __getattr__
         owner = self._owner(value)
         if name == "__dict__":
-            if is_torch(sys._getframe(2).f_globals.get("__name__")):
-                return  # nn.Module's own __setattr__ and __getattr__
             name = ALL
         elif (id(owner.state), name) in self._written:
             return  # forward has put it there
@@ -176,46 +150,15 @@ class Reads:
             state = None
         key = id(value) if state is None else id(state)
         if key not in self.owners:
-            kind = next(kind for kind in type(value).__mro__ if not _is_proxy(kind))
-            self.owners[key] = Owner(kind, state, value)
+            self.owners[key] = Owner(type(value), state, _finder(value))
         return self.owners[key]
 
 
-def _is_proxy(kind: type) -> bool:
-    return any(base.__module__ == _PROXIES for base in kind.__mro__)
-
-
-def _is_settings(kind: type) -> bool:
-    """Whether it is a class of Python code, other than torch's."""
-    return bool(kind.__flags__ & _HEAP_TYPE) and not is_torch(kind.__module__)
-
-
-def is_torch(module: str | None) -> bool:
-    """Whether a module is torch's or a part of Python that holds no state of the user's: what a logger has
-    told, and to whom, is none of the graph."""
-    first = (module or "").partition(".")[0]
-    return first in _STATELESS
-
-
-def filled_cells(function: types.FunctionType) -> list[types.CellType]:
-    """What the function closes over, as far as it is there yet."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cell.cell_contents  # noqa: B018
-        except ValueError:
-            continue
-        cells.append(cell)
-    return cells
-
-
-@functools.cache
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """All names that a function's code, and that of functions inside it, may look up."""
-    inner = (
-        name for item in code.co_consts if isinstance(item, types.CodeType) for name in global_names(item)
-    )
-    return (*code.co_names, *inner)
+def _finder(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of slots alone
+        return lambda: value
 
 
 _current: ContextVar[Reads | None] = ContextVar("reads of the forward that is traced", default=None)
@@ -232,9 +175,6 @@ def recording() -> Iterator[Reads]:
         _current.reset(token)
 
 
-@contextmanager
-def reading(*values: Any) -> Iterator[Reads]:
-    """Record what the code within reads, for whoever records, if anybody does."""
-    reads = _current.get() or Reads()
-    with reads.on(*values):
-        yield reads
+def current() -> Reads:
+    """Where reads are recorded for whoever records, if anybody does."""
+    return _current.get() or Reads()

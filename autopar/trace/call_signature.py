@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError
-from autopar.trace.attribute_reads import filled_cells
+from autopar.errors import InputError, TraceError
+from autopar.trace.reachable_state import filled_cells
 
 LossFunction = Callable[..., torch.Tensor]
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
@@ -144,7 +145,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def _refuse_tensors_in(leaf: Any, name: str) -> None:
-    if _holds_tensors(leaf, set()):
+    if holds_tensors(leaf):
         raise InputError(
             where=f"argument {name}",
             found=f"a {type(leaf).__name__} that holds tensors or arrays",
@@ -153,10 +154,22 @@ def _refuse_tensors_in(leaf: Any, name: str) -> None:
         )
 
 
+def refuse_changed(arguments: Arguments, before: Sequence[Any], after: Any) -> None:
+    """Raise TraceError where forward has changed a list or dict that it was passed, of leaves `before`."""
+    leaves, structure = pytree.tree_flatten(after)
+    if structure != arguments.structure or any(map(operator.is_not, leaves, before)):
+        raise TraceError(
+            where="the arguments of forward",
+            found="a list or dict into which forward puts something, which a program doesn't",
+            wanted="results that forward returns",
+            remedy="let forward return them, or call it without what it fills",
+        )
+
+
 def refuse_filled(arguments: Arguments) -> None:
     """Raise InputError for an argument into which forward has put tensors, as into a cache of keys."""
     for constant in arguments.constants:
-        if _holds_tensors(constant, set()):
+        if holds_tensors(constant):
             raise InputError(
                 where=f"an argument of {type(constant).__name__}",
                 found="an object into which forward puts tensors, which exist inside the program alone",
@@ -165,8 +178,9 @@ def refuse_filled(arguments: Arguments) -> None:
             )
 
 
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
+def holds_tensors(value: Any, seen: set[int] | None = None) -> bool:
     """Whether there is a tensor or an array in the fields of an object, at any depth."""
+    seen = set() if seen is None else seen
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return True
     if isinstance(value, (*_PLAIN, type)) or id(value) in seen:
@@ -174,7 +188,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
     fields = [getattr(value, name, None) for name in names]
-    return any(_holds_tensors(item, seen) for item in pytree.tree_leaves(fields))
+    return any(holds_tensors(item, seen) for item in pytree.tree_leaves(fields))
 
 
 def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:

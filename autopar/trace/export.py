@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.asked_inputs import AskedInputs, Sources
-from autopar.trace.attribute_reads import reading
+from autopar.trace.attribute_reads import Reads, current
 from autopar.trace.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
 from autopar.trace.call_signature import (
     LOSS_ALONE,
@@ -33,6 +34,7 @@ from autopar.trace.call_signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    refuse_changed,
     refuse_filled,
     refuse_sparse,
     split_for_loss,
@@ -41,17 +43,19 @@ from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.devices import beside, devices_of, on_one_device
+from autopar.trace.eager_answers import as_eager, modules_themselves
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.grouped_heads import with_grouped_heads
 from autopar.trace.inference_mode import counting_writes, outside_inference_mode
 from autopar.trace.input_values import InputValues
 from autopar.trace.known_masks import with_known_masks
-from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
+from autopar.trace.left_outside import Outside
+from autopar.trace.module_state import Made, attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.routed_products import with_routed_products
-from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
+from autopar.trace.shared_memory import ByName, Known, OthersLearn, held_by_name, stale
 from autopar.trace.simplify import only_loss, without_dead_code
 from autopar.trace.structure import (
     Evaluating,
@@ -97,12 +101,12 @@ class Traced:
 
 
 class _Seen(NamedTuple):
-    """What forward shows beside its tensors: which is the loss, the paths of those at the end that it reads
-    and replaces, what a plan says of that, and a line where values of inputs decide."""
+    """What forward shows beside its tensors: which is the loss, the refusals of those at the end, which it
+    leaves somewhere, what a plan says of that, and a line where values of inputs decide."""
 
     results: Results
     loss_index: int | None
-    cached: tuple[str, ...]
+    cached: tuple[TraceError, ...]
     notes: tuple[str, ...]
     decided_by: str | None
 
@@ -117,7 +121,8 @@ class _Flat(nn.Module):
         loss_fn: LossFunction | None,
         *,
         loss_only: bool,
-        known: Known | None,
+        known: Known,
+        by_name: bool,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
         blame: Callable[[Sources], None],
@@ -133,7 +138,7 @@ class _Flat(nn.Module):
         self.arguments = arguments
         self.loss_fn = loss_fn
         self.loss_only = loss_only
-        self.known = known
+        self.known, self.by_name = known, by_name
         self.record = record
         self.training = model.training
         self.enter = enter
@@ -156,31 +161,50 @@ class _Flat(nn.Module):
                 raise
 
     def _forward(self, whole: list[torch.Tensor], fakes: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.arguments.rebuild(tuple(whole))
-        args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
-        buffers, attributes = buffers_of(self.model), attributes_of(self.model)
-        by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
-        self.enter(FORWARD)
-        # Read here, for what is read below is guarded; of the rest, the loss is to be.
-        model, given = self.model, self.arguments.tensors
-        with reading() as reads, by_name, (values := InputValues(fakes, given, reads)):
-            output = model(*args, **kwargs)
-        if self.loss_fn is not None:
-            self.enter(f"the loss {_name(self.loss_fn)}")
-            with reading(self.loss_fn), by_name, values:
-                loss = self.loss_fn(output, *loss_args, **loss_kwargs)
-            _check_loss_result(self.loss_fn, loss)
-            output = loss if self.loss_only else {"loss": loss, "output": output}
+        called = self.arguments.rebuild(tuple(whole))
+        passed = pytree.tree_leaves(called)
+        buffers, attributes, made = buffers_of(self.model), attributes_of(self.model), Made(self.model)
+        reads = current()
+        reads.loss = self.loss_fn
+        reads.see(self.model, self.loss_fn, *self.arguments.constants)
+        outside = Outside(reads.reachable, {id(item.value) for item in attributes.values()})
+        try:
+            output = self._output(called, fakes, reads)
+            refuse_changed(self.arguments, passed, called)
+            beside = outside.left()
+        finally:
+            outside.restore()
         leaves, results = flatten_results(output)
         found = find_loss(output)
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
         left = left_in(self.model, attributes, reads)
         reads.left = left.values
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
-        line = next((item.line for item in reads.decisions), None)
-        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes, line))
+        line = next((item.line for item in reads.decisions if item.of_values), None)
+        cached = [*left.cached, *made.check(), *beside]
+        self.record(_Seen(results, place, tuple(item.refusal for item in cached), left.notes, line))
         write_back(buffers)
-        return (*leaves, *(tensor for _, tensor in left.cached))
+        return (*leaves, *(item.tensor for item in cached))
+
+    def _output(
+        self, called: tuple[tuple[Any, ...], dict[str, Any]], fakes: dict[int, torch.Tensor], reads: Reads
+    ) -> Any:
+        """What the model gives for a call, its loss, or both."""
+        args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, *called)
+        by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
+        self.enter(FORWARD)
+        model, given = self.model, self.arguments.tensors  # read before reads are recorded
+        # Inputs on the meta device can't be asked what eager training would ask them.
+        answers = nullcontext if any(tensor.is_meta for tensor in given) else as_eager
+        with reads.on(), by_name, (values := InputValues(fakes, given, reads)), answers():
+            output = model(*args, **kwargs)
+        if self.loss_fn is None:
+            return output
+        self.enter(f"the loss {_name(self.loss_fn)}")
+        with reads.on(), by_name, values, answers():
+            loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+        _check_loss_result(self.loss_fn, loss)
+        return loss if self.loss_only else {"loss": loss, "output": output}
 
 
 @uncollected()
@@ -283,7 +307,8 @@ def _trace(
         arguments,
         loss_fn,
         loss_only=loss_only,
-        known=known if by_name else None,
+        known=known,
+        by_name=by_name,
         record=seen.append,
         enter=parts.append,
         blame=blamed.append,
@@ -298,6 +323,7 @@ def _trace(
     try:
         with (
             inlined(),
+            modules_themselves(),
             caught(model),
             traceable(notes),
             without_torchs_words(),

@@ -34,7 +34,7 @@ from autopar.trace.casts import Casts
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.in_place import InPlaceWrites
-from autopar.trace.shared_memory import Known
+from autopar.trace.shared_memory import Known, held_by_name
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.spread_out import CONTIGUOUS, spreads_out
 from autopar.trace.user_source import module_of, source_of
@@ -124,13 +124,14 @@ class GraphBuilder:
         return () if target is None else self.tied.get(target, (target,))
 
     def add_input(self, node: fx.Node, kind: InputKind, target: str) -> None:
-        first, *others = self.tied_to(target)
-        if kind is InputKind.PARAMETER and first != target:
+        is_held = kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        first, *others = self.tied_to(target) if is_held else (target,)
+        if first != target:
             owner = next((item.name for item in self.graph.inputs.values() if item.target == first), None)
             if owner is not None:
                 self.graph.env[node] = Ref(owner)
                 return
-        name = input_name(kind, first if kind is InputKind.PARAMETER else target, taken=self.graph.specs)
+        name = input_name(kind, first, taken=self.graph.specs)
         frozen = kind is not InputKind.PARAMETER or not self.parameters[target].requires_grad
         value = node.meta["val"]
         user_grad = kind is InputKind.USER and bool(
@@ -142,7 +143,7 @@ class GraphBuilder:
         self.graph.inputs[name] = GraphInput(
             name,
             kind,
-            first if kind is InputKind.PARAMETER else target,
+            first,
             self.graph.specs[name],
             tuple(others),
             value=constant,
@@ -403,10 +404,10 @@ def _is_fixed(values: Any) -> bool:
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For every name of a tied parameter all its names, the first one first."""
+    """For every name of a tied parameter or buffer all its names, the first one first."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in held_by_name(model).items():
+        names.setdefault(id(tensor), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
 
 

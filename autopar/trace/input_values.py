@@ -23,15 +23,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from autopar.trace.attribute_reads import Reads
+from autopar.trace.torch_checks import ForwardError
 from autopar.trace.user_source import calling_line
 
+_IS_LEAF: Any = Tensor.is_leaf
+_GRAD: Any = Tensor.grad
+_GRAD_FN: Any = Tensor.grad_fn
+_LIES = frozenset((_IS_LEAF.__get__, Tensor.is_contiguous, Tensor.stride))  # whatever the values
 _WHOLE = (Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist)  # answers, of whole numbers alone
 _ANSWERS = frozenset(
     (
         *(Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal),
         *(Tensor.allclose, torch.allclose, *_WHOLE),
     )
-)
+).union(_LIES)
 _MAKERS = frozenset((torch.tensor, torch.full, torch.arange, torch.eye, torch.linspace))
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 _FILLED = {  # of one number, whatever the tensor is like
@@ -82,11 +87,13 @@ class _OnCopy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Something that forward asked of its inputs, the answer, and the user's line."""
+    """Something that forward asked of its inputs, the answer, and the user's line; `of_values`, or of how
+    they lie."""
 
     asked: Computed
     answer: Any
     line: str
+    of_values: bool = True
 
     def holds(self, tensors: Sequence[Tensor], known: dict[Computed, Any]) -> bool:
         """Whether a call's tensors give the same answer; `known` are values of this call."""
@@ -138,8 +145,12 @@ class InputValues(TorchFunctionMode):
         if function in _FILLED or function in _MAKERS:
             return self._make(function, args, kwargs)
         taken = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        if function == _GRAD.__get__ and isinstance(taken[0], torch.nn.Parameter):
+            raise _reads_gradients()
         if not taken or not all(map(self._is_known, taken)):
             return function(*args, **kwargs)
+        if function == _GRAD_FN.__get__:
+            return self._node_of(taken[0])
         asked = Computed(function, self._by_value(args), self._by_value(kwargs))
         if function in _ANSWERS and not (function in _WHOLE and taken[0].is_floating_point()):
             return self._answer(asked, lambda: function(*args, **kwargs))
@@ -180,8 +191,17 @@ class InputValues(TorchFunctionMode):
             self._made.clear()
             return otherwise()
         if _takes_inputs(asked):
-            self._reads.decisions.append(Decision(asked, answer, calling_line()))
+            of_values = asked.function not in _LIES
+            self._reads.decisions.append(Decision(asked, answer, calling_line(), of_values))
         return answer
+
+    def _node_of(self, tensor: Tensor) -> Any:
+        """What made a tensor that requires gradients: of an input, what did in this call, if anything."""
+        known = self._made[id(tensor)].value
+        if not isinstance(known, Input):
+            return _GRAD_FN.__get__(tensor)
+        is_leaf = self._answer(Computed(_IS_LEAF.__get__, (known,), {}), lambda: True)
+        return None if is_leaf else self._tensors[known.place].grad_fn
 
     def _remember_all(self, result: Any, made: Computed) -> None:
         match result:
@@ -199,6 +219,14 @@ class InputValues(TorchFunctionMode):
         """The arguments with what is known of tensors, which have values also where devices have none."""
         value = tree_map_only(torch.device, _with_values, value)
         return tree_map_only(Tensor, lambda tensor: self._made[id(tensor)].value, value)
+
+
+def _reads_gradients() -> ForwardError:
+    return ForwardError(
+        "parameter.grad, which is another at each call",
+        "a forward that reads no gradients",
+        "read it outside of forward, and pass what follows from it as an argument",
+    )
 
 
 def _with_values(device: torch.device) -> torch.device:

@@ -12,7 +12,7 @@ torch.export undoes such changes, and copies the buffers of the outermost module
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from autopar.core.graph import Graph, TensorSpec
 from autopar.core.operator_facts import is_random
 from autopar.errors import InputError, TraceError
 from autopar.trace.attribute_reads import Reads
+from autopar.trace.left_outside import SYMBOLS, LeftTensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -145,12 +146,12 @@ class Inside:
 class Left:
     """What forward left in its modules: `values` by path and name.
 
-    `cached` are tensors, by path, that it reads where they are there already: they must be the same at every
-    call. `counted` are the paths of numbers that it reads and changes.
+    `cached` are tensors that it reads where they are there already: they must be the same at every call.
+    `counted` are the paths of numbers that it reads and changes.
     """
 
     values: Mapping[tuple[str, str], Any]
-    cached: tuple[tuple[str, torch.Tensor], ...]
+    cached: tuple[LeftTensor, ...]
     counted: tuple[str, ...]
 
     @property
@@ -168,7 +169,7 @@ def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
     Raises TraceError for lists that it changes otherwise than by tensors.
     """
     values: dict[tuple[str, str], Any] = {}
-    cached: list[tuple[str, torch.Tensor]] = []
+    cached: list[LeftTensor] = []
     own = set(map(id, (*model.parameters(), *model.buffers())))  # which an LSTM puts into a list of its own
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -182,8 +183,8 @@ def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
             if changed and not tensors and isinstance(value, list):
                 raise _changes(path, name, value)
             if changed or (tensors and reads.has(vars(module), name)):
-                cached += [(_path(path, name), item) for item in tensors]
-            elif tensors:
+                cached += [LeftTensor(item, _replaces(_path(path, name))) for item in tensors]
+            elif tensors or any(isinstance(item, SYMBOLS) for item in pytree.tree_leaves(value)):
                 values[path, name] = Inside(_path(path, name))
             elif isinstance(value, _PLAIN) or value is None:
                 values[path, name] = value
@@ -205,11 +206,52 @@ def _changes(path: str, name: str, value: Any) -> TraceError:
     )
 
 
-def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> None:
-    """Raise TraceError where one of the tensors, which forward reads and replaces, depends on the call."""
+def _replaces(path: str) -> TraceError:
+    return TraceError(
+        where=f"attribute {path}",
+        found="a tensor that forward reads and replaces",
+        wanted="a buffer, whose values are kept from call to call",
+        remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward return it, or "
+        "cache nothing",
+    )
+
+
+class Made:
+    """The names of parameters and buffers of a model, as forward begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._before = model, dict.fromkeys(_names(model))
+
+    def check(self) -> list[LeftTensor]:
+        """The buffers that forward has made and no state dict has; raises TraceError for other new ones."""
+        new = [name for name in _names(self._model) if name not in self._before]
+        kept = {name for name in new if _is_persistent(self._model, name)}
+        if kept:
+            raise TraceError(
+                where=min(kept),
+                found="a parameter or buffer that forward makes",
+                wanted="those that a model is planned with",
+                remedy="call the model once before it is planned, or make them in __init__",
+            )
+        return [LeftTensor(self._model.get_buffer(name), _replaces(name)) for name in new]
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            yield from (_path(path, name) for name in held)
+
+
+def _is_persistent(model: nn.Module, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def check_cached(graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]) -> None:
+    """Raise the refusal of one of the tensors, which forward leaves, that depends on the call."""
     makers = {result: operator for operator in graph.operators for result in operator.results if result}
     fixed = {item.name for item in graph.inputs if item.value is not None}
-    for name, path in zip(names, paths, strict=True):
+    for name, refusal in zip(names, refusals, strict=True):
         todo, seen = [name], set[str]()
         while todo:
             value = todo.pop()
@@ -217,11 +259,5 @@ def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> No
                 continue
             seen.add(value)
             if value not in makers or is_random(makers[value].target):
-                raise TraceError(
-                    where=f"attribute {path}",
-                    found="a tensor that forward reads and replaces",
-                    wanted="a buffer, whose values are kept from call to call",
-                    remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward "
-                    "return it, or cache nothing",
-                )
+                raise refusal
             todo += makers[value].operands

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.errors import TraceError
+from autopar.trace.torch_checks import ForwardError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,10 @@ class Known:
         """The name of the parameter or buffer that this object is, or was."""
         return next((name for item in self._memories if (name := item.name_of(tensor))), None)
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of these, or lies in the memory of one."""
+        return any(item.name_of(tensor) or item.met_by(tensor) for item in self._memories)
+
     def _met_by(self, item: GraphInput) -> str | None:
         if item.kind is not InputKind.CONSTANT or item.value is None:
             return None
@@ -134,6 +139,31 @@ class ByName(TorchFunctionMode):
 
     def _held_now(self, tensor: Tensor) -> Tensor:
         return self._held.get(self._known.name_of(tensor) or "", tensor)
+
+
+class OthersLearn(TorchFunctionMode):
+    """Within, what requires gradients and isn't `known` as the model's is refused where these would flow."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad and torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and self._is_anothers(tensor):
+                    raise ForwardError(
+                        f"a tensor {list(tensor.shape)} that requires gradients and isn't the model's",
+                        "parameters that the model holds, where optimizers and programs find them",
+                        "let the model hold it (register_parameter, nn.ModuleList for a list of modules), or "
+                        "take its .detach()",
+                    )
+        return result
+
+    def _is_anothers(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return tensor.requires_grad and not isinstance(tensor, FakeTensor) and not self._known.has(tensor)
 
 
 def held_by_name(model: nn.Module) -> dict[str, Tensor]:

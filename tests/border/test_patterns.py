@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InputError
+from tests.border import module_patterns, state_patterns
 from tests.border.patterns import EQUAL, REFUSED
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]
+PATTERNS = (module_patterns, state_patterns)  # beside those of patterns.py, among which they register theirs
 EXACT = 1e-10  # of the largest element, in float64
 
 

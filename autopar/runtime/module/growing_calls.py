@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.trace.attribute_reads import is_torch
+from autopar.trace.reachable_state import is_torch
 from autopar.trace.user_source import calling_line
 
 MOST = 3  # programs for inputs that grow

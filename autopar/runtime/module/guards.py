@@ -12,10 +12,16 @@ Those of other modules, such as a loss, are guarded here.
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import io
 import operator
+import os
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,12 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import InputError
 from autopar.runtime.module.old_parameters import OldParameter
-from autopar.trace.attribute_reads import ALL, Owner, Reads, filled_cells, global_names, is_torch
+from autopar.trace.attribute_reads import ALL, Owner, Reads
 from autopar.trace.input_values import changed
 from autopar.trace.numbers import is_number
+from autopar.trace.reachable_state import Namespace, filled_cells, is_python_class
 
-_MISSING = object()
 _CELL = object()  # the key of what a cell holds
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ELSEWHERE = {
@@ -76,7 +83,7 @@ class Guard:
     """
 
     def __init__(self, reads: Reads, free: Collection[Slot] = (), *, own: Iterable[nn.Module] = ()) -> None:
-        self._reads, self._decisions = reads, tuple(reads.decisions)
+        self._decisions = tuple(reads.decisions)
         self._own_states = {id(vars(module)) for module in own}
         self._slots: list[Slot | None] = []  # of every object that is expected
         self._getters: list[Callable[[Any], Any]] = []
@@ -85,14 +92,20 @@ class Guard:
         self._names: list[str] = []
         self._sized: list[Any] = []
         self._lengths: list[int] = []
-        self._absent: list[frozenset[str]] = []  # of each of them, ALL where its length is what counts
+        self._absent: list[_Absent | None] = []  # of each of them, None where its length is what counts
         self._shown: list[str] = []
         self._visited: dict[int, Any] = {}
-        self._known: set[tuple[Any, str]] = set()  # attributes of classes and functions
+        self._known: set[tuple[Any, str]] = set()  # attributes of classes
+        for space in reads.reachable.namespaces.values():
+            self._space(space)
         for owner in reads.owners.values():
-            self._own(owner)
-        for function in reads.functions.values():
+            if owner.find() is not None:
+                self._own(owner)
+        for function in reads.reachable.functions.values():
             self._function(function)
+        self._follow(reads.loss, "the loss")
+        if reads.reachable.reads_environment:
+            self._add(os.environ, _environment, ["os.environ"])
         names = {slot.name for slot in free}
         self._free = {
             index for index, slot in enumerate(self._slots) if slot is not None and slot.name in names
@@ -185,9 +198,18 @@ class Guard:
             if issubclass(owner.kind, nn.Module) and id(state) not in self._own_states:
                 self._own_of_others(owner, state, shown)
             if names:
-                self._size(state, frozenset(names), shown)
+                self._size(state, _Absent(frozenset(names)), shown)
         for name in names:
             self._class_attribute(owner, name)
+
+    def _space(self, space: Namespace) -> None:
+        if space.recorded:
+            return
+        held, table = space.held(), space.table
+        shown = list(map(space.path, held))
+        self._add(table, _items(held), shown, held if isinstance(table, dict) else ())
+        if not space.is_library:
+            self._size(table, _Absent(space.names.keys(), frozenset(held)), space.shown)
 
     def _own_of_others(self, owner: Owner, state: dict[str, Any], shown: str) -> None:
         """What a module outside of the model has of its own: its mode, buffers, parameters, children."""
@@ -198,9 +220,10 @@ class Guard:
             held = [name for name in state.get(kind, ()) if every or name in owner.names]
             self._add(state[kind], _items(held), [f"{shown}.{name}" for name in held])
             if every:
-                self._size(state[kind], frozenset((ALL,)), f"{shown}.{kind}")
+                self._size(state[kind], None, f"{shown}.{kind}")
 
-    def _size(self, place: Any, absent: frozenset[str], shown: str) -> None:
+    def _size(self, place: Any, absent: _Absent | None, shown: str) -> None:
+        """Notice another length; where some names are `absent`, only if they are among what is new."""
         self._sized.append(place)
         self._lengths.append(len(place))
         self._absent.append(absent)
@@ -214,7 +237,7 @@ class Guard:
             return
         value = kind.__dict__[name]
         if isinstance(value, types.MemberDescriptorType):  # a slot
-            self._add(owner.value, _attributes([name]), [f"{owner.kind.__name__}.{name}"])
+            self._add(owner.find(), _attributes([name]), [f"{owner.kind.__name__}.{name}"])
         elif kind not in (nn.Module, object) and (owner.kind, name) not in self._known:
             self._known.add((owner.kind, name))
             self._add(owner.kind.__mro__, _static(name), [f"{owner.kind.__name__}.{name}"])
@@ -229,40 +252,31 @@ class Guard:
             case torch.Tensor():
                 if not value.is_inference():
                     self._add(value, _version, [name])
-            case np.ndarray():
-                self._add(value, _digest, [name])
             case dict():
-                self._size(value, frozenset((ALL,)), name)
-                keys = list(value)
-                self._add(value, _items(keys), [f"{name}[{key!r}]" for key in keys], keys)
-            case list():
-                self._size(value, frozenset((ALL,)), name)
+                self._size(value, None, name)
+                keys = list(dict.keys(value))
+                self._add(value, _entries(value, keys), [f"{name}[{key!r}]" for key in keys], keys)
+            case list() | deque():
+                self._size(value, None, name)
                 items = range(len(value))
                 self._add(value, iter, [f"{name}[{index}]" for index in items], items)
             case tuple():
                 for index, held in enumerate(value):
                     self._follow(held, f"{name}[{index}]")
-            case set():
-                self._add(value, _members, [name])
             case functools.partial():
                 self._follow(value.func, name)
                 self._follow(value.args, f"{name}.args")
                 self._follow(value.keywords, f"{name}.keywords")
-            case types.FunctionType():
-                self._function(value)
+            case _ if (ask := _ASKED.get(type(value))) is not None:
+                self._add(value, ask, [name])
+            case Iterator() if not is_python_class(type(value)) and not isinstance(value, io.IOBase):
+                raise _moves_on(name, value)
 
     def _function(self, function: types.FunctionType) -> None:
-        if (function, "") in self._known or is_torch(function.__module__):
-            return
-        self._known.add((function, ""))
         shown = function.__qualname__.replace(".<locals>", "")
         for cell in filled_cells(function):
             self._add(cell, _attributes(["cell_contents"]), [f"what {shown} closes over"], [_CELL])
-        self._add(function, _attributes(["__defaults__", "__kwdefaults__"]), [f"defaults of {shown}"] * 2)
-        known = function.__globals__
-        names = [name for name in global_names(function.__code__) if _is_state(known.get(name, _MISSING))]
-        names = list(dict.fromkeys(names))
-        self._add(known, _items(names), names, names)
+        self._add(function, _CODE, [f"the code of {shown}", *[f"defaults of {shown}"] * 2])
 
     # -- what has changed ---------------------------------------------------------------------------
 
@@ -282,23 +296,33 @@ class Guard:
         for place, absent, shown, length in zip(
             self._sized, self._absent, self._shown, self._lengths, strict=True
         ):
-            if ALL in absent and len(place) != length:
+            if absent is None and len(place) != length:
                 return f"the length of {shown}"
-            if ALL not in absent and (new := absent & place.keys()):
-                return f"{shown}.{min(new)}"
+            if absent is not None and (new := absent.among(place)):
+                return f"{shown}.{new}"
         self._lengths = list(map(len, self._sized))
         return None
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a global's value may be state: a number, a text, a container; code is not."""
-    if value is _MISSING or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-        return False
-    if isinstance(value, types.FunctionType):
-        return not is_torch(value.__module__)
-    return isinstance(
-        value, (*_ATOMS, list, tuple, dict, set, functools.partial, torch.Tensor, np.ndarray)
-    ) or bool(getattr(type(value), "__flags__", 0) & (1 << 9))
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """Names that were looked up where they weren't, beside those that were `held`."""
+
+    names: Collection[str]
+    held: frozenset[str] = frozenset()
+
+    def among(self, place: Mapping[str, Any]) -> str | None:
+        """One that is there now."""
+        return next((name for name in place if name in self.names and name not in self.held), None)
+
+
+def _moves_on(name: str, value: object) -> InputError:
+    return InputError(
+        where=name,
+        found=f"a {type(value).__name__} that forward may take the next item of, which no program can repeat",
+        wanted="state that can be read without changing it",
+        remedy="keep the items in a list and the place in it as a number, or pass the item as an argument",
+    )
 
 
 def _equal(value: Any, before: Any) -> bool:
@@ -323,6 +347,13 @@ def _items(names: Collection[Any]) -> Callable[[Any], Any]:
     return operator.itemgetter(*keys) if keys else lambda place: ()
 
 
+def _entries(table: dict[Any, Any], keys: list[Any]) -> Callable[[Any], Any]:
+    """Gives the items of a dict, also of a class that makes something of keys."""
+    if type(table).__getitem__ is dict.__getitem__:
+        return _items(keys)
+    return lambda place: [dict.__getitem__(place, key) for key in keys]
+
+
 def _attributes(names: list[str]) -> Callable[[Any], Any]:
     get = operator.attrgetter(*names)
     return get if len(names) > 1 else lambda place: (get(place),)
@@ -341,5 +372,28 @@ def _members(value: set[Any]) -> tuple[frozenset[Any]]:
     return (frozenset(value),)
 
 
-def _digest(array: np.ndarray[Any, Any]) -> tuple[bytes]:
-    return (array.tobytes(),)
+def _digest(array: np.ndarray[Any, Any] | bytearray | array[Any]) -> tuple[bytes]:
+    return (bytes(array),)
+
+
+def _referent(reference: weakref.ReferenceType[Any]) -> tuple[int]:
+    return (id(reference()),)
+
+
+def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any]:
+    return (variable.get(None),)
+
+
+def _environment(variables: Any) -> tuple[frozenset[Any]]:
+    return (frozenset(getattr(variables, "_data", variables).items()),)
+
+
+_ASKED: dict[type, Callable[[Any], Any]] = {
+    set: _members,
+    np.ndarray: _digest,
+    bytearray: _digest,
+    array: _digest,
+    weakref.ReferenceType: _referent,
+    contextvars.ContextVar: _in_context,
+}
+_CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")

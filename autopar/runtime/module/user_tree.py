@@ -75,6 +75,7 @@ class UserTree:
         self.nothing: tuple[nn.Parameter, ...] = ()
         self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
+        self._order: tuple[str, ...] = ()  # of all names, also of modules that have several; once placed
         self._whole: dict[str, Tensor] = {}  # without memory, by every name; once placed
         self._whole_lists: list[
             tuple[str, str, Any]
@@ -104,6 +105,7 @@ class UserTree:
         """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
         another stage holds."""
         full = dict(self.named_tensors())
+        self._order = tuple(_all_names(self.root))
         self.before = Memory(full.items())
         self._whole = _without_memory(full)
         self._whole_lists = list(
@@ -136,7 +138,7 @@ class UserTree:
         """Make the tree of a copy of the root."""
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
-        tree.version, tree.nothing = self.version, self.nothing
+        tree.version, tree.nothing, tree._order = self.version, self.nothing, self._order
         tree.before, tree._old = self.before, self._old
         _trees.add(tree)
         return tree
@@ -233,9 +235,11 @@ class UserTree:
 
     def in_order(self, state: Any, prefix: str) -> Any:
         """A state dict in the serial order, also of tensors that this rank doesn't hold."""
-        for name in self.stored:
-            if prefix + name in state:
-                state[prefix + name] = state.pop(prefix + name)
+        places = {prefix + name: place for place, name in enumerate(self._order)}
+        held = [places[name] for name in state if name in places]
+        if held != sorted(held):
+            for name in filter(state.__contains__, places):
+                state[name] = state.pop(name)
         return state
 
     def leave(self, values: Mapping[tuple[str, str], Any]) -> None:
@@ -432,6 +436,12 @@ def _defined(hook: Any) -> str:
     """Where a function is defined, in brackets."""
     code = getattr(hook, "__code__", None)
     return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _all_names(root: nn.Module) -> Iterator[str]:
+    """Names of tensors as a state dict has them: of a module under several names, all."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        yield from (_join(path, name) for name in (*module._parameters, *module._buffers))
 
 
 def _join(path: str, name: str) -> str:

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.attribute_reads import reading, recording
+from autopar.trace.attribute_reads import recording
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ForcedCompiler, forced_compiler
 
@@ -419,7 +419,7 @@ def test_a_guard_of_1000_modules_takes_at_most_a_millisecond() -> None:
     model = nn.Sequential(
         *(module for _ in range(334) for module in (nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.1)))
     )
-    with recording() as reads, reading():
+    with recording() as reads, reads.on():
         model(torch.zeros(1, 2))
     guard = Guard(reads)
     assert guard.holds()

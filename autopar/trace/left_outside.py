@@ -1,0 +1,132 @@
+"""What forward leaves outside of its modules: in globals, classes, lists and dicts that it reaches.
+
+    CACHE[n] = torch.linspace(0, 1, n)    a table, the same at each call    taken out: the program makes it
+    LOG.append(y.mean())                  a tensor of the call              refused
+    COUNT += 1                            a number that counts calls        refused
+    Registry.instance = Registry()        made once                         left there, as eager training does
+
+A trace must not change what the user's code sees, and a program changes nothing outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.trace.call_signature import holds_tensors
+from autopar.trace.numbers import is_number
+from autopar.trace.reachable_state import Reachable
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are made of tensors
+_ABSENT = object()
+
+
+class LeftTensor(NamedTuple):
+    """A tensor that forward leaves somewhere, and the refusal if it isn't the same at every call."""
+
+    tensor: torch.Tensor
+    refusal: TraceError
+
+
+class Outside:
+    """What code can reach beside the model's modules, as it is before forward."""
+
+    def __init__(self, reachable: Reachable, own: set[int]) -> None:
+        """`own` are the ids of containers that modules hold, which are looked at elsewhere."""
+        spaces = [item for item in reachable.namespaces.values() if not (item.recorded or item.is_library)]
+        self._spaces = [(space, dict(space.table)) for space in spaces]
+        self._caches = [(cache, cache.cache_info().misses) for cache in reachable.caches.values()]
+        named = {
+            id(space.table[name]): space.path(name) for space, _ in self._spaces for name in space.held()
+        }
+        self._containers = [
+            (named.get(key, f"a {type(value).__name__} that forward reaches"), value, _content(value))
+            for key, value in reachable.containers.items()
+            if key not in own and isinstance(value, (list, dict, set, deque))
+        ]
+
+    def left(self) -> list[LeftTensor]:
+        """The tensors that forward has left; raises TraceError for what no program leaves."""
+        return [item for where, before, after in self._changes() for item in _judged(where, before, after)]
+
+    def restore(self) -> None:
+        """Take out again whatever holds tensors of the trace."""
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+        for _, value, before in self._containers:
+            if any(_is_made(after) for _, _, after in _differences("", before, _content(value))):
+                value.clear()
+                value.update(before) if isinstance(value, (dict, set)) else value.extend(before.values())
+        for space, before in self._spaces:
+            for name in space.held():
+                if space.table[name] is not before.get(name, _ABSENT) and _is_made(space.table[name]):
+                    space.put(name, before[name]) if name in before else space.drop(name)
+
+    def _changes(self) -> Iterator[tuple[str, Any, Any]]:
+        for space, before in self._spaces:
+            now = {name: space.table[name] for name in space.held()}
+            for name, value in now.items():
+                if value is not before.get(name, _ABSENT):
+                    yield space.path(name), before.get(name, _ABSENT), value
+        for where, value, before in self._containers:
+            for place, then, now in _differences(where, before, _content(value)):
+                if isinstance(value, (list, deque)):
+                    raise _changes(where, type(value).__name__)
+                yield place, then, now
+
+
+def _content(value: Any) -> dict[Any, Any]:
+    """What a container holds, by key or place; of a set, each of its members."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))  # whatever a class makes of a key
+    return dict(enumerate(value)) if isinstance(value, (list, deque)) else {item: item for item in value}
+
+
+def _differences(where: str, before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in now.items():
+        if value is not before.get(key, _ABSENT):
+            yield f"{where}[{key!r}]", before.get(key, _ABSENT), value
+    for key in before.keys() - now.keys():
+        yield f"{where}[{key!r}]", before[key], _ABSENT
+
+
+def _judged(where: str, before: Any, after: Any) -> Iterator[LeftTensor]:
+    leaves = pytree.tree_leaves(after)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    yield from (LeftTensor(tensor, _leaves(where, "a tensor of the call")) for tensor in tensors)
+    if any(isinstance(leaf, SYMBOLS) for leaf in leaves):
+        raise _leaves(where, "a number that is made of tensors")
+    if is_number(after) and is_number(before):
+        raise _leaves(where, f"{after!r} instead of {before!r}, which a program would leave as it is")
+    if any(holds_tensors(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)):
+        raise _leaves(where, f"an object that holds tensors, {type(after).__name__}")
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a trace has made a value or what it holds."""
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, (torch.Tensor, *SYMBOLS)) or holds_tensors(leaf) for leaf in leaves)
+
+
+def _leaves(where: str, what: str) -> TraceError:
+    return TraceError(
+        where=where,
+        found=f"a forward that leaves {what} outside of the model",
+        wanted="results that forward returns, which a program gives at each call",
+        remedy="let forward return it, or keep it in a buffer of the model",
+    )
+
+
+def _changes(where: str, kind: str) -> TraceError:
+    return TraceError(
+        where=where,
+        found=f"a forward that changes what the {kind} holds, outside of the model",
+        wanted="results that forward returns, which a program gives at each call",
+        remedy="let forward return what it adds, and add it outside",
+    )
