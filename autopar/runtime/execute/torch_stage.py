@@ -15,13 +15,11 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_ba
 
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InputError
 from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of
 
-OLDEST = (2, 13)  # torch whose stages train as the serial model does
 SINGLE: dict[ScheduleKind, Any] = {  # one stage for each rank
     ScheduleKind.GPIPE: torch_schedules.ScheduleGPipe,
     ScheduleKind.ONE_F_ONE_B: torch_schedules.Schedule1F1B,
@@ -43,7 +41,6 @@ def schedule_of(
 ) -> tuple[Any, Sends]:
     """Torch's schedule of a rank's stages, and the rank's sends, to be ended after each step of it; `loss_fn`
     takes the last stage's output and the micro-batch's number, `group` are the ranks of the pipeline."""
-    _check_torch(torch.__version__)
     pipeline = made.pipeline
     options = {"loss_fn": loss_fn, "scale_grads": False}
     if pipeline.schedule in SINGLE:
@@ -60,18 +57,6 @@ def schedule_of(
         }
         schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule, sends
-
-
-def _check_torch(version: str) -> None:
-    """Raise InputError for a torch whose stages give other gradients than the serial model's."""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) < OLDEST:
-        raise InputError(
-            where="pipeline stages",
-            found=f"torch {version}",
-            wanted=f"torch {'.'.join(map(str, OLDEST))} or newer: gradients of earlier stages are wrong",
-            remedy="install a newer torch, or plan with --stages 1",
-        )
 
 
 class Sends:
