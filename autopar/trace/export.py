@@ -33,6 +33,7 @@ from autopar.trace.call_signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    loss_notes,
     refuse_filled,
     refuse_sparse,
     split_for_loss,
@@ -178,7 +179,8 @@ class _Flat(nn.Module):
         reads.left = left.values
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
         line = next((item.line for item in reads.decisions), None)
-        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes, line))
+        notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), notes, line))
         write_back(buffers)
         return (*leaves, *(tensor for _, tensor in left.cached))
 
