@@ -21,7 +21,7 @@ from autopar.runtime.compiled.compiler import check_compiler
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
 from autopar.units import show_bytes
-from costdb.database import Database
+from costdb.database import Database, default_path
 from costdb.setting import fingerprint
 
 PYTHON = (3, 11)  # the oldest that is tested, as pyproject.toml says
@@ -97,7 +97,7 @@ def _compiler(device_type: str) -> Finding:
 
 def _database(path: str | None) -> Finding:
     try:
-        with Database.open(path) as database:
+        with Database.open(path or default_path()) as database:
             database.check_writable()
             known = [each for each in database.settings() if _device(each.fingerprint) == fingerprint()]
             count = sum(len(database.operators(setting)) for setting in known)
