@@ -35,7 +35,7 @@ from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
 from autopar.solve.placement.kinds import Kinds
-from autopar.solve.placement.space import is_heavy
+from autopar.solve.placement.space import split_by_force
 from autopar.trace.export import Traced
 from autopar.trace.target import Target
 from autopar.units import show_bytes
@@ -194,11 +194,13 @@ class Comparer:
     def limits(self, serial: FoundPlan) -> dict[str, int | None]:
         """On how many devices each strategy can split all that it splits."""
         graph = self.traced(self.request).graph
-        heavy = [item for item in graph.operators if is_heavy(item, serial.prices)]
+        splitting = split_by_force(graph, serial.prices)
         kinds = Kinds(graph, serial.dims)
 
         def limit(kind: Parallelism) -> int | None:
-            lengths = [math.prod(found.values()) for item in heavy if (found := kinds.lengths(item, kind))]
+            lengths = [
+                math.prod(found.values()) for item in splitting if (found := kinds.lengths(item, kind))
+            ]
             return min((length for length in lengths if length > 1), default=1) if lengths else None
 
         def joint(force: Force) -> int | None:

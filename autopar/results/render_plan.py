@@ -180,7 +180,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
         *_offload(plan),
         f"solver    {how_it_ended(plan.status, plan.gap)}gap {gap_of(plan.gap)}: "
         f"{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
-        f"          {plan.sharded_flops_share:.1%} of the flops are split among devices",
+        f"          {plan.sharded_flops_share:.1%} of the {plan.split_unit} are split among devices",
         *trust_lines(plan),
     ]
 
