@@ -1,8 +1,11 @@
-# Every target sets up its own virtual environment first; only a changed pyproject.toml repeats that.
+# Every target sets up what it needs of a virtual environment first; only a changed pyproject.toml repeats that.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+# The torch to install; a machine without a GPU saves gigabytes by its CPU wheels (README).
+TORCH ?= $(shell $(PYTHON) -c 'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.13,<2.16")')
 BIN := $(VENV)/bin
+RUN := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 # Three workers on two cores: they wait for ranks as long as they compute.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
@@ -12,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test check test-long bench plan-zoo mutants docs docs-test
 
-run: $(STAMP)
+run: $(RUN)
 	$(BIN)/python examples/photographs.py
 
 test: $(STAMP)
@@ -47,9 +50,12 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
 # torch goes first: its build for this Python must be settled before a dependency asks for any torch.
-$(STAMP): pyproject.toml
+$(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install "$$($(BIN)/python -c \
-		'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.13")')"
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e '.[examples]'
+	touch $(RUN)
+
+$(STAMP): $(RUN)
 	$(BIN)/python -m pip install -e '.[test]'
 	touch $(STAMP)

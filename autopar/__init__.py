@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from autopar.core.torch_version import check_torch
 from autopar.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ _MODULE_OF = {
 def __getattr__(name: str) -> Any:
     """PEP 562: an exported name, or a module of the package."""
     if name in _MODULE_OF:
+        check_torch()
         value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):

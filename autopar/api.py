@@ -330,7 +330,7 @@ def compare(
     bar: Bar | None = None,
     **options: Unpack[CompareOptions],
 ) -> Comparison:
-    """Every pure strategy, data with filter, data with spatial, and the solver's own plan, side by side.
+    """Every pure strategy, batch with filter, batch with domain, and the solver's own plan, side by side.
 
     `target` is "file.py:function", as on the command line, or a model with example inputs; without
     `run` it may be on the meta device, and no process group is needed. With `run` every row that fits

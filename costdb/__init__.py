@@ -1,6 +1,7 @@
 """Keeps measured costs: the database, the profilers that fill it, and measured device files.
 
 database              one SQLite file, by `schema.sql`
+stand_in              what stands in for it where the default one can't be used
 rows                  measurements to rows and back
 columns               what a row may hold, by the same
 measurement           the two kinds of measurement

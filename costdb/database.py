@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from autopar.core.costs import DeviceModel
 from autopar.errors import InputError
-from costdb import rows
+from costdb import rows, stand_in
 from costdb.columns import SCHEMA, TABLES, wrong_tables
 from costdb.measurement import CollectiveMeasurement, Measurement
 from costdb.rows import Row
@@ -28,6 +28,7 @@ from costdb.setting import Setting
 APPLICATION_ID = 0x61706172  # "apar"
 SCHEMA_VERSION = 1  # raise it with every change of schema.sql
 BUSY_SECONDS = 30.0  # how long a write waits for another process
+STAND_IN = Path("memory")  # where the default one can't be used
 CHECK_SECONDS = 3.0  # how long it does where only that is asked
 
 Decoded = TypeVar("Decoded")
@@ -46,16 +47,29 @@ def default_path() -> Path:
 class Database:
     """An open database. Use as a context manager, or call `close`."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self._connection, self.path = connection, path
+    def __init__(self, connection: sqlite3.Connection, path: Path, *, is_default: bool = False) -> None:
+        self._connection, self.path, self._is_default = connection, path, is_default
 
     @staticmethod
     def open(path: Path | str | None = None) -> Database:
-        """Open the database at `path`, created on demand.
+        """Open the database at `path`, created on demand; the default one or, if that can't be used, what
+        stands in for it.
 
-        Raises InputError if the file is no database, another program's, or of another version.
+        Raises InputError if the named file is no database, another program's, or of another version.
         """
-        place = Path(path) if path is not None else default_path()
+        if path is not None:
+            return Database._open(Path(path))
+        if (known := stand_in.stand_in()) is not None:
+            return Database(known, STAND_IN)
+        try:
+            database = Database._open(default_path())
+        except InputError as cause:
+            return Database(_prepared(stand_in.begin(cause)), STAND_IN)
+        database._is_default = True
+        return database
+
+    @staticmethod
+    def _open(place: Path) -> Database:
         with _refused(place):
             if place.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a folder")
@@ -76,7 +90,8 @@ class Database:
         return Database(connection, name)
 
     def close(self) -> None:
-        self._connection.close()
+        if self._connection is not stand_in.stand_in():
+            self._connection.close()
 
     def __enter__(self) -> Database:
         return self
@@ -143,6 +158,13 @@ class Database:
         """Insert or replace rows of one table, all or none."""
         if not values:
             return
+        try:
+            self._insert(table, setting, values)
+        except InputError as cause:
+            self._go_on_without(cause, self._connection)
+            self._insert(table, setting, values)
+
+    def _insert(self, table: str, setting: Setting, values: list[Row]) -> None:
         complete = [rows.setting_row(setting) | row for row in values]
         columns = ", ".join(complete[0])
         marks = ", ".join(f":{column}" for column in complete[0])
@@ -153,6 +175,13 @@ class Database:
 
     def select(self, table: str, setting: Setting, **where: object) -> list[Row]:
         """The rows of one table for a setting, and further conditions, as stored."""
+        try:
+            return self._select(table, setting, **where)
+        except InputError as cause:
+            self._go_on_without(cause)
+            return []
+
+    def _select(self, table: str, setting: Setting, **where: object) -> list[Row]:
         conditions = rows.setting_row(setting) | where
         clause = " AND ".join(f"{column} = :{column}" for column in conditions)
         with _refused(self.path):
@@ -165,12 +194,24 @@ class Database:
         try:
             return [decode(row) for row in found]
         except InputError as cause:
-            raise InputError(
+            error = InputError(
                 where=f"cost database {self.path}: {cause.where}",
                 found=cause.found,
                 wanted=cause.wanted,
                 remedy=OTHER_OR_NEW,
-            ) from cause
+            )
+            error.__cause__ = cause
+            self._go_on_without(error)
+            return []
+
+    def _go_on_without(self, error: InputError, readable: sqlite3.Connection | None = None) -> None:
+        """Raise the error of a database that was named; memory stands in for the default one from now on."""
+        if not self._is_default:
+            raise error
+        refused, self._connection = self._connection, stand_in.begin(error, readable)
+        refused.close()
+        _prepared(self._connection)
+        self.path, self._is_default = STAND_IN, False
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -183,6 +224,12 @@ class Database:
             if self._connection.in_transaction:  # of some failures SQLite has made an end itself
                 self._connection.execute("ROLLBACK")
             raise
+
+
+def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """A connection to memory, with the tables."""
+    _prepare(connection, STAND_IN)
+    return connection
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:

@@ -476,6 +476,11 @@ def test_an_environment_without_options_is_bad_input(text: str) -> None:
         read({VARIABLE: text})
 
 
+def test_a_misspelled_option_of_the_environment_is_answered_with_the_near_one() -> None:
+    with pytest.raises(InputError, match="found microbatches=4, mesh=2, .*; write micro_batches$"):
+        read({VARIABLE: '{"microbatches": 4, "mesh": 2}'})
+
+
 def test_options_that_are_said_go_before_those_of_the_environment() -> None:
     environment = {VARIABLE: json.dumps({"stages": 2, "schedule": "zbv"})}
     found = settle(environment, stages=4, micro_batches=None)

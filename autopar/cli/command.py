@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
+from autopar.core.torch_version import check_torch
 from autopar.planning.options import OPTIONS, Door, Options
 
 
@@ -39,6 +40,7 @@ def taking(
             if words.pop("no_measure", False):
                 words["measure"] = False
             Options(door, **{name: words[name] for name in names if name in words}).read()
+            check_torch()
             return command(**words)
 
         signature = inspect.signature(command, eval_str=True)

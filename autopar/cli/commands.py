@@ -14,6 +14,7 @@ from rich.console import Group
 from autopar import __version__
 from autopar.cli.command import CommandOutput, taking
 from autopar.cluster import ClusterSpec
+from autopar.core.torch_version import check_torch
 from autopar.errors import (
     CheckError,
     InfeasibleError,
@@ -476,6 +477,7 @@ def doctor(
     For several nodes start it on all of them, by srun or torchrun -m autopar doctor.
     """
     spec = None if cluster is None else ClusterSpec.parse(cluster)
+    check_torch()
     from autopar.doctor.examine import examine
     from autopar.results.render_examination import render_examination
 

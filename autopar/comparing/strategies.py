@@ -1,17 +1,17 @@
 """`autopar compare`: every pure strategy, two mixtures and the solver's own plan, side by side.
 
     serial         one device of the cluster
-    data           samples on all axes                       the batch factor wherever an operator has it
-    spatial        space or sequence on all axes
+    batch          samples on all axes                       the batch factor wherever an operator has it
+    domain         space or sequence on all axes
     pipeline       one device for each stage                 the best of a few micro-batches and schedules
     filter         output channels on all axes
     channel        input channels on all axes
-    data+filter    samples on the major axis, output channels on the minor, on the best mesh of two axes
-    data+spatial   samples on the major axis, space or sequence on the minor
+    batch+filter   samples on the major axis, output channels on the minor, on the best mesh of two axes
+    batch+domain   samples on the major axis, space or sequence on the minor
     hybrid         what `autopar plan` decides
 
-Limits on devices are those up to which every layer that has the factor is split: P <= B for data, the
-least W H or sequence for spatial, the least number of output (input) channels for filter (channel), one
+Limits on devices are those up to which every layer that has the factor is split: P <= B for batch, the
+least W H or sequence for domain, the least number of output (input) channels for filter (channel), one
 operator for each stage. Layers with a single channel don't count: no strategy splits them.
 Source: Kahira et al., "An Oracle for Guiding Large-Scale Model/Hybrid Parallel Training of Convolutional
 Neural Networks", HPDC 2021, whose table this is.
@@ -35,22 +35,22 @@ from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
 from autopar.solve.placement.kinds import Kinds
-from autopar.solve.placement.space import is_heavy
+from autopar.solve.placement.space import split_by_force
 from autopar.trace.export import Traced
 from autopar.trace.target import Target
 from autopar.units import show_bytes
 from costdb.database import Database
 
 FORCES: Mapping[str, Force] = {
-    "data": Parallelism.BATCH,
-    "spatial": Parallelism.DOMAIN,
+    "batch": Parallelism.BATCH,
+    "domain": Parallelism.DOMAIN,
     "filter": Parallelism.FILTER,
     "channel": Parallelism.CHANNEL,
-    "data+filter": (Parallelism.BATCH, Parallelism.FILTER),
-    "data+spatial": (Parallelism.BATCH, Parallelism.DOMAIN),
+    "batch+filter": (Parallelism.BATCH, Parallelism.FILTER),
+    "batch+domain": (Parallelism.BATCH, Parallelism.DOMAIN),
 }
 SERIAL, PIPELINE, HYBRID = "serial", "pipeline", "hybrid"
-ORDER = (SERIAL, "data", "spatial", PIPELINE, "filter", "channel", "data+filter", "data+spatial", HYBRID)
+ORDER = (SERIAL, "batch", "domain", PIPELINE, "filter", "channel", "batch+filter", "batch+domain", HYBRID)
 SCHEDULES = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE, ScheduleKind.ZB1P)  # one stage for each rank
 TIMES = (1, 2, 4)  # micro-batches for each stage, about
 
@@ -194,11 +194,13 @@ class Comparer:
     def limits(self, serial: FoundPlan) -> dict[str, int | None]:
         """On how many devices each strategy can split all that it splits."""
         graph = self.traced(self.request).graph
-        heavy = [item for item in graph.operators if is_heavy(item, serial.prices)]
+        splitting = split_by_force(graph, serial.prices)
         kinds = Kinds(graph, serial.dims)
 
         def limit(kind: Parallelism) -> int | None:
-            lengths = [math.prod(found.values()) for item in heavy if (found := kinds.lengths(item, kind))]
+            lengths = [
+                math.prod(found.values()) for item in splitting if (found := kinds.lengths(item, kind))
+            ]
             return min((length for length in lengths if length > 1), default=1) if lengths else None
 
         def joint(force: Force) -> int | None:

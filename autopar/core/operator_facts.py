@@ -134,6 +134,19 @@ def declare(*targets: Target, **facts: Answer) -> None:
         _declared[target] = replace(before, **facts)
 
 
+def known_overloads(names: str) -> tuple[Target, ...]:
+    """Overloads such as `cholesky.default`, without those that this version of torch doesn't have.
+
+    For ATen operators that some of the supported versions lack; all others are named as they are.
+    """
+    found = []
+    for packet, _, overload in (name.partition(".") for name in names.split()):
+        operator = getattr(torch.ops.aten, packet, None)
+        if operator is not None and overload in operator.overloads():
+            found.append(getattr(operator, overload))
+    return tuple(found)
+
+
 def facts_of(target: Target) -> Facts:
     """What is declared of an overload."""
     assert "autopar.ops" in sys.modules, "importing autopar.ops declares what is known of operators"

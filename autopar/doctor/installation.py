@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.core.torch_version import RANGE, is_tried
 from autopar.core.version import VERSION
 from autopar.errors import AutoparError, InputError
 from autopar.results.examination import Finding, ok, warn, wrong
@@ -20,10 +21,10 @@ from autopar.runtime.compiled.compiler import check_compiler
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
 from autopar.units import show_bytes
-from costdb.database import Database
+from costdb.database import Database, default_path
 from costdb.setting import fingerprint
 
-PYTHON, TORCH = (3, 11), (2, 13)  # the oldest that are tested, as pyproject.toml says
+PYTHON = (3, 11)  # the oldest that is tested, as pyproject.toml says
 LIBRARIES = ("pulp", "highspy", "networkx", "cattrs", "numpy", "typer", "rich", "jinja2")
 LEAST_SPACE = 100_000_000  # bytes in the folder of temporary files: logs of ranks, plans, what torch compiles
 
@@ -48,9 +49,8 @@ def _python() -> Finding:
 
 
 def _torch(here: str) -> Finding:
-    numbers = tuple(int(part) for part in here.split("+")[0].split(".")[:2] if part.isdecimal())
-    if numbers < TORCH:
-        return wrong("torch", here, f'pip install "torch>={_dotted(TORCH)}"')
+    if not is_tried(here):
+        return wrong("torch", f"{here}, which was never tried", f"pip install '{RANGE}'")
     if not torch.distributed.is_available():
         return wrong("torch", f"{here} without torch.distributed", "install a build of torch that has it")
     gpu = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", for CPUs alone"
@@ -97,7 +97,7 @@ def _compiler(device_type: str) -> Finding:
 
 def _database(path: str | None) -> Finding:
     try:
-        with Database.open(path) as database:
+        with Database.open(path or default_path()) as database:
             database.check_writable()
             known = [each for each in database.settings() if _device(each.fingerprint) == fingerprint()]
             count = sum(len(database.operators(setting)) for setting in known)

@@ -28,7 +28,7 @@ from autopar.sharding.strategies import strategies_of
 from autopar.solve.deadline import after
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.kinds import Kinds
-from autopar.solve.placement.space import forced, undominated
+from autopar.solve.placement.space import forced, split_by_force, undominated
 
 MOST = 12  # ways to split a layer that are solved, the cheapest by themselves
 FEW = 3  # where several layers are explained
@@ -141,11 +141,13 @@ class Alternatives:
 
     def ways(self, item: Operator) -> list[Factors]:
         """The ways to split an operator that keep to the forced kinds, the cheapest by themselves first."""
-        problem, every = self.problem, strategies_of(item, self.problem.dims)
+        problem = self.problem
+        every: Sequence[Strategy] = strategies_of(item, problem.dims)
         force, kinds = problem.request.force, Kinds(self.graph, problem.dims)
-        return self.cheapest_first(
-            item, every if force is None else forced(item, every, force, kinds, problem.prices)
-        )
+        if force is not None:
+            splitting = {each.name for each in split_by_force(self.graph, problem.prices)}
+            every = forced(item, every, force, kinds, most=item.name in splitting)
+        return self.cheapest_first(item, every)
 
     def every_way(self, item: Operator) -> list[Factors]:
         """The ways to split an operator, whatever is forced."""

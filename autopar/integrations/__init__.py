@@ -9,3 +9,7 @@ versions         which versions of them are known to work
 A framework takes processes for replicas that pass different batches. Ranks of a parallel module pass one
 batch, so for everything that counts samples there is one process; only files are written by rank 0 alone.
 """
+
+from autopar.core.torch_version import check_torch
+
+check_torch()

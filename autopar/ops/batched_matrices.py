@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from autopar.core.operator_facts import known_overloads
 from autopar.ops.indexing import broadcast_labels
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, register
@@ -26,7 +27,6 @@ class BatchedMatrices(Rule):
         aten.linalg_inv.default,
         aten.linalg_pinv.default,
         aten.linalg_cholesky.default,
-        aten.cholesky.default,
         aten.linalg_det.default,
         aten.det.default,
         aten.logdet.default,
@@ -43,6 +43,7 @@ class BatchedMatrices(Rule):
         aten.cholesky_solve.default,
         aten.linalg_matrix_exp.default,
         aten.matrix_exp.default,
+        *known_overloads("cholesky.default"),  # until 2.13
     )
 
     def equation(self, op: Instance) -> Equation:

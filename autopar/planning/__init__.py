@@ -27,5 +27,6 @@ report            the plan as it is printed and carried
 links             what exchanges between devices rest on: words or measurements
 edge_cuts         how many edges lead between parts of a graph
 step_parts        where the seconds of a step go
+training_notes    what is noted of a step that trains nothing
 strategies_beside   other strategies beside the plan: the pure ones, and one device
 """

@@ -14,6 +14,7 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
+from autopar.planning.option_environment import read, read_plan_file
 from autopar.planning.options import NARROWING
 from autopar.results.plan import Plan
 from autopar.sharding.strategies import dims_of, is_legal, options_of
@@ -24,8 +25,16 @@ DECIDED = (*NARROWING, "reduce_dtype")  # options that a plan has decided
 
 
 def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The file of the plan that `autopar run --plan` says, for a script that gives none."""
-    return environment.get(VARIABLE) or None
+    """The file of the plan that `autopar run --plan` or AUTOPAR_OPTIONS say, for a script that gives none.
+
+    Raises InputError for options beside it in AUTOPAR_OPTIONS that the plan has decided.
+    """
+    if environment.get(VARIABLE):
+        return environment[VARIABLE]
+    path = read_plan_file(environment)
+    if path is not None:
+        _refuse_beside(read(environment))
+    return path
 
 
 def write_plan_to_run(path: str, cluster: ClusterSpec, options: Collection[str]) -> dict[str, str]:

@@ -46,7 +46,7 @@ from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.multipliers import MultiplierSearch
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
-from autopar.solve.placement.space import Space, build_space, is_heavy
+from autopar.solve.placement.space import Space, build_space, split_by_force
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.placement.written_programs import WrittenPrograms
 from autopar.solve.stages.cut_search import MOST_PLACES
@@ -577,13 +577,13 @@ def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
 
 
 def check_force(graph: Graph, prices: Prices, force: Force) -> None:
-    """Raise InfeasibleError for a kind of which no operator that computes has a factor as long as an axis."""
+    """Raise InfeasibleError for a kind of which none of its operators has a factor as long as an axis."""
     kinds, mesh = Kinds(graph, prices.dims), prices.dims.mesh
-    heavy = [item for item in graph.operators if is_heavy(item, prices)]
+    splitting = split_by_force(graph, prices)
     by_axis = kind_by_axis(force, mesh)
     for wanted in dict.fromkeys(by_axis):
         least = min((mesh.shape[axis] for axis in kinds.axes() if by_axis[axis] is wanted), default=1)
-        longest = max((kinds.longest(item, wanted) for item in heavy), default=0)
+        longest = max((kinds.longest(item, wanted) for item in splitting), default=0)
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",

@@ -1,11 +1,13 @@
 """Options from the environment: a JSON object in AUTOPAR_OPTIONS, where a script says nothing itself.
 
 AUTOPAR_OPTIONS='{"stages": 2}' python train.py        options that the script gives take precedence
+AUTOPAR_OPTIONS='{"plan": "plan.json"}'                a saved plan in the place of a search
 """
 
 import json
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from autopar.core.user_text import parse_json
@@ -13,6 +15,8 @@ from autopar.errors import SHOWN, InputError, cut_text, show_value
 from autopar.planning.options import HOW_IT_RUNS, OPTIONS, PARALLELIZE, PLAN, Options, without_none
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
+_PLAN = "plan"  # beside the options: the file of a saved plan
+_EXAMPLE = f"""write {VARIABLE}='{{"stages": 2, "micro_batches": 8}}', or unset it"""
 
 
 def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
@@ -35,6 +39,15 @@ def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: A
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The options that the environment says; raises InputError for anything else in its variable."""
+    return {name: word for name, word in _read(environment).items() if name != _PLAN}
+
+
+def read_plan_file(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The file of the plan that the environment's options name."""
+    return _read(environment).get(_PLAN)
+
+
+def _read(environment: Mapping[str, str]) -> dict[str, Any]:
     text = environment.get(VARIABLE, "")
     if not text:
         return {}
@@ -44,26 +57,30 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         raise _wrong(f"{show_value(text)}: {cause}") from cause
     if not isinstance(found, dict):
         raise _wrong(show_value(text))
-    wrong = [
-        f"{cut_text(name, SHOWN)}={show_value(word)}"
-        for name, word in found.items()
-        if name not in OPTIONS or not OPTIONS[name].fits(word)
-    ]
+    wrong = [name for name, word in found.items() if not _fits(name, word)]
     if wrong:
-        raise _wrong(", ".join(wrong))
+        known = (*OPTIONS, _PLAN)
+        near = [each for name in wrong if name not in known for each in get_close_matches(name, known, n=1)]
+        told = ", ".join(f"{cut_text(name, SHOWN)}={show_value(found[name])}" for name in wrong)
+        raise _wrong(told, f"write {', '.join(near)}" if near else _EXAMPLE)
     return found
+
+
+def _fits(name: str, word: object) -> bool:
+    """True if a word is of the type that the option of that name has."""
+    return isinstance(word, str) if name == _PLAN else name in OPTIONS and OPTIONS[name].fits(word)
 
 
 def write(said: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable that says so to a script: what is `said` (not None), beside what the environment says."""
-    found = read(environment) | without_none(said)
+    found = _read(environment) | without_none(said)
     return {VARIABLE: json.dumps(found)} if found else {}
 
 
-def _wrong(found: str) -> InputError:
+def _wrong(found: str, remedy: str = _EXAMPLE) -> InputError:
     return InputError(
         where=f"environment variable {VARIABLE}",
         found=found,
         wanted="a JSON object of options by their names in help(autopar.parallelize), each of its type",
-        remedy=f"""write {VARIABLE}='{{"stages": 2, "micro_batches": 8}}', or unset it""",
+        remedy=remedy,
     )

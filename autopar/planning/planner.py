@@ -31,6 +31,7 @@ from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
 from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.planning.told_graphs import PartGraphs
+from autopar.planning.training_notes import weight_notes
 from autopar.results.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.solve.deadline import after, left
@@ -69,13 +70,14 @@ class Planner:
         """
         with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
             if auto:
-                return self.find_pipeline(model, args, kwargs, auto, co_runners)
-            if self.request.micro_batches == 1:
-                return self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
-            parts = self.parts(model, args, kwargs)
-            found = self.find(parts.traced(self.request.micro_batches).graph, self.request, co_runners)
-        check_lengths(parts, found)
-        return found
+                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
+            elif self.request.micro_batches == 1:
+                found = self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
+            else:
+                parts = self.parts(model, args, kwargs)
+                found = self.find(parts.traced(self.request.micro_batches).graph, self.request, co_runners)
+                check_lengths(parts, found)
+        return replace(found, notes=(*found.notes, *weight_notes(model)))
 
     @uncollected()
     def find(

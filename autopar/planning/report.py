@@ -25,6 +25,7 @@ from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
 from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
+from autopar.planning.training_notes import training_notes
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.kinds import Kinds, kind_by_axis
@@ -215,7 +216,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     if request.relay:
         return ("the stages run one after the other; bytes are those of all of them together",)
     if request.training:
-        counted += checkpoint_notes(graph, step, request.recompute)
+        counted = (*training_notes(graph), *checkpoint_notes(graph, step, request.recompute))
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)
@@ -254,7 +255,7 @@ def _ranks_with(operators: Sequence[int], step: Step) -> set[int]:
 
 
 def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:
-    """The part of all flops that operators do which are sharded.
+    """The part of all flops that operators do which are sharded; where none does any, of the operators.
 
     With `force`, only of operators that have a factor of the kind that is forced on an axis, as long as
     the axis, and only those count as sharded that are so on as many axes as their factors are long
@@ -262,12 +263,14 @@ def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Fo
     """
     wanted = kind_by_axis(force, kinds.dims.mesh) if force else None
     total = sharded = 0
+    has_flops = any(layer.flops for layer in layers)
     for item, layer in zip(graph.operators, layers, strict=True):
+        weight = layer.flops if has_flops else 1
         axes = 1 if force is None else kinds.room(item, force)
         done = sum(
             kind is not None and (wanted is None or wanted[axis].has(Parallelism(kind)))
             for axis, kind in enumerate(layer.kinds)
         )
-        total += layer.flops if axes else 0
-        sharded += layer.flops if axes and done >= axes else 0
+        total += weight if axes else 0
+        sharded += weight if axes and done >= axes else 0
     return sharded / total if total else 0.0

@@ -31,6 +31,7 @@ from autopar.results.plan import Plan
 from autopar.trace.autocast import Autocast
 
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
+_FEW = 4  # meshes that a message names
 
 
 class Auto(NamedTuple):
@@ -171,6 +172,8 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     if request.compile:
         request = _compiled(request)
     ranks, count = _numbers(options, values, cluster)
+    if request.mesh:
+        _check_mesh(request.mesh, cluster, ranks or 1)
     if request.offload is Offload.ALL:
         ranks = 1 if ranks is None else ranks
         _check_offload(cluster, ranks)
@@ -272,6 +275,20 @@ def _numbers(
             remedy="leave out --stages or --force pipeline",
         )
     return cluster.num_devices if pure else ranks, count
+
+
+def _check_mesh(mesh: Mesh, cluster: ClusterSpec, ranks: int) -> None:
+    """Raise InputError for a mesh of more or fewer devices than each of the pipeline ranks has."""
+    part = cluster.stage(ranks)
+    if mesh.num_devices != part.num_devices:
+        whose = "the cluster" if ranks == 1 else f"each of {ranks} stages"
+        fitting = ", ".join(f"--mesh {each}" for each in part.meshes()[:_FEW])
+        raise InputError(
+            where=f"--mesh {mesh}",
+            found=f"{mesh.num_devices} devices",
+            wanted=f"the {part.num_devices} of {whose}",
+            remedy=f"write {fitting}, or leave it out",
+        )
 
 
 def _check_offload(cluster: ClusterSpec, ranks: int) -> None:

@@ -152,7 +152,8 @@ class Report:
         lines = [f"{name:<11} {error:.1e}" for name, error in self.verdict.max_error.items()]
         lines.append(f"worst       {self.verdict.worst}")
         lines.append(
-            f"sharded     {self.plan.sharded_flops_share:.1%} of the flops that {kind}sharding could take"
+            f"sharded     {self.plan.sharded_flops_share:.1%} of the {self.plan.split_unit} that "
+            f"{kind}sharding could take"
         )
         if self.plan.gathered_ops:
             lines.append("gathered    " + ", ".join(self.plan.gathered_ops))

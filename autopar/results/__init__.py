@@ -6,6 +6,7 @@ step_parts          where the seconds of its step go
 render_plan         a plan as text
 render_step         the seconds of its step as text
 plan_words          the words of a printed plan, and what they mean
+wrapped_names       where names of layers break
 fold_blocks         equal blocks of a table, printed once
 comparison          strategies side by side, as data
 render_comparison   as text

@@ -85,6 +85,13 @@ def _fault(cause: BaseException, kind: type | None) -> str:
 
 def _read(path: str | Path, kind: str) -> dict[str, Any]:
     """The document in a file, whose kind and versions are those wanted."""
+    if not Path(path).exists():
+        raise InputError(
+            where=str(path),
+            found="no such file",
+            wanted=f"the JSON file of a {kind}",
+            remedy="check the path, or save one by autopar plan TARGET --cluster local:2 --output FILE",
+        )
     try:
         document = parse_json(read_text(path))
     except ValueError as cause:

@@ -139,6 +139,11 @@ class Plan:
     frontier: Frontier | None = None  # what less memory would cost, where that was asked for
 
     @property
+    def split_unit(self) -> str:
+        """The noun of which `sharded_flops_share` is a part: flops, or operators where none does any."""
+        return "flops" if any(layer.flops for layer in self.layers) else "operators"
+
+    @property
     def mesh(self) -> Mesh:
         return self.program.mesh
 

@@ -14,6 +14,7 @@ from autopar.results.plan_words import gap_of, operator_name
 from autopar.results.render_plan import LIGHT
 from autopar.results.render_step import signed, told_parts
 from autopar.results.text import as_text, text_of
+from autopar.results.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 WIDEST = 200  # characters of a setting that are printed
@@ -78,8 +79,8 @@ def _layers(found: Difference) -> Iterator[RenderableType]:
         table.add_column(heading, justify="right", no_wrap=True)
     heavy = [layer for layer in found.layers if not _is_light(layer, found)]
     for each in fold_rows([_row(layer) for layer in heavy]):
-        for cells in _cells(each):
-            table.add_row(*cells)
+        for name, *cells in _cells(each):
+            table.add_row(WrappedName(name), *cells)
     if heavy:
         yield table
     if light := len(found.layers) - len(heavy):

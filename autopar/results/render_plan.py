@@ -24,6 +24,7 @@ from autopar.results.plan_words import (
 )
 from autopar.results.render_step import step_lines, trust_lines
 from autopar.results.text import WIDTH, as_text, text_of
+from autopar.results.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
@@ -59,17 +60,17 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
     part = f"; lines are for one of {count} micro-batches" if count > 1 else ""
     yield f"Plan for {plan.cluster}; mesh {plan.mesh}{part}"
     table = Table(box=None, pad_edge=False)
-    table.add_column("layer", overflow="fold")
-    table.add_column("operator")
+    table.add_column("layer")
+    table.add_column("operator", no_wrap=True)
     for axis in plan.mesh.axes:
         table.add_column(axis_heading(plan.mesh.name(axis), plan.mesh.shape[axis]))
     for heading in ("compute", "communication", "saved"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     heavy = heavy_layers(plan)
     light = [layer for layer in plan.layers if layer not in heavy]
     blocks = fold_rows([_row(layer) for layer in heavy])
-    for cells in _cells(blocks):
-        table.add_row(*cells)
+    for name, *cells in _cells(blocks):
+        table.add_row(WrappedName(name), *cells)
     if light:
         empty = [""] * len(plan.mesh.shape)
         noun = "operator" if len(light) == 1 else "operators"
@@ -137,11 +138,12 @@ def _stages(plan: Plan) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")
     table.add_column("rank", justify="right")
-    table.add_column("layers", overflow="fold")
+    table.add_column("layers")
     for heading in ("forward", "backward", "hop", "hop back", "gradient sums", "memory"):
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
-        table.add_row(str(number), str(stage.rank), *_stage(stage))
+        layers, *cells = _stage(stage)
+        table.add_row(str(number), str(stage.rank), WrappedName(layers), *cells)
     rank = "rank: the devices that hold a stage, by number"
     hop = "hop: seconds until a result is at the next stage, back: a gradient at the one before"
     return ["", table, rank, hop]
@@ -178,7 +180,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
         *_offload(plan),
         f"solver    {how_it_ended(plan.status, plan.gap)}gap {gap_of(plan.gap)}: "
         f"{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
-        f"          {plan.sharded_flops_share:.1%} of the flops are split among devices",
+        f"          {plan.sharded_flops_share:.1%} of the {plan.split_unit} are split among devices",
         *trust_lines(plan),
     ]
 

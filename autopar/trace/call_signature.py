@@ -343,13 +343,28 @@ pytree.register_pytree_node(
 
 def find_loss(output: Any) -> torch.Tensor | None:
     """The scalar that is the output, or that it holds as `.loss` or `["loss"]`."""
-    if isinstance(output, dict) and "loss" in output:
-        output = output["loss"]
-    elif not isinstance(output, torch.Tensor):
-        output = getattr(output, "loss", None)
-    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.dtype.is_floating_point:
-        return output
+    loss = output if isinstance(output, torch.Tensor) else _named_loss(output)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
+        return loss
     return None
+
+
+def loss_notes(output: Any, *, is_loss: bool) -> tuple[str, ...]:
+    """A note on a loss that backward can't start from: the output itself or what it holds by that name."""
+    loss = output if is_loss and isinstance(output, torch.Tensor) else _named_loss(output)
+    if not isinstance(loss, torch.Tensor) or find_loss(loss) is not None:
+        return ()
+    if loss.numel() != 1:
+        found, instead = f"{' x '.join(map(str, loss.shape))} numbers", "return their mean or their sum"
+    else:
+        found, instead = f"of {str(loss.dtype).removeprefix('torch.')}", "return one of floating point"
+    return (f"the loss is {found}, from which backward() doesn't start: {instead}",)
+
+
+def _named_loss(output: Any) -> Any:
+    if isinstance(output, dict):
+        return output.get("loss")
+    return getattr(output, "loss", None)
 
 
 def split_for_loss(

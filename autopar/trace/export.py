@@ -34,6 +34,7 @@ from autopar.trace.call_signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    loss_notes,
     refuse_changed,
     refuse_filled,
     refuse_sparse,
@@ -181,8 +182,9 @@ class _Flat(nn.Module):
         reads.left = left.values
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
         line = next((item.line for item in reads.decisions if item.of_values), None)
+        notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
         cached = [*left.cached, *made.check(), *beside]
-        self.record(_Seen(results, place, tuple(item.refusal for item in cached), left.notes, line))
+        self.record(_Seen(results, place, tuple(item.refusal for item in cached), notes, line))
         write_back(buffers)
         return (*leaves, *(item.tensor for item in cached))
 

@@ -44,6 +44,7 @@ aten = torch.ops.aten
 
 _DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 _BEFORE = "compute it before the call and pass it"
+_INSTEAD = "return its tensors, or leave it out (use_cache=False in transformers)"
 
 
 class GraphBuilder:
@@ -78,7 +79,8 @@ class GraphBuilder:
         self.read_inputs(gm)
         outputs = self.read_nodes(gm, grad=True)
         names = tuple(value.name for value in outputs if isinstance(value, Ref))
-        self.notes += [f"output {name} holds no plain tensors and is not returned" for name in dropped]
+        lost = "holds no plain tensors and is not returned"
+        self.notes += [f"output {name} {lost}; {_INSTEAD}" for name in dropped]
         graph = Graph(
             inputs=tuple(self.graph.inputs.values()),
             operators=tuple(self.graph.operators),

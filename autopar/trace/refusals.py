@@ -8,6 +8,7 @@ anything else                torch's own first line
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -27,6 +28,8 @@ FORWARD = "the model's forward"
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _MIXED = "compressed tensor instance need to be on the same device"  # of structure's places and traced values
 _COMPUTED = "a CSR matrix of values that forward computes, as GraphUNet multiplies two of"
+_READS = re.compile(r"\.(item|tolist)\(|\b(float|int)\(")
+_BRANCHES = re.compile(r"\b(if|elif|while|assert|not|bool|range)\b")
 _TEXT_LENGTH = 110  # characters of torch's words
 _TORCH_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
@@ -44,7 +47,7 @@ def refusal(cause: Exception, part: str) -> TraceError:
             where=where,
             found="a branch, number or size that depends on a tensor's values",
             wanted="the same operators for all values",
-            remedy="choose by torch.where(condition, a, b), or decide before the call and pass a flag",
+            remedy=_without_values(where, cause),
         )
     said = cut_text(f"{type(cause).__name__}: {first_line(cause)}", _TEXT_LENGTH)
     if _is_of_sparse(cause):
@@ -62,6 +65,21 @@ def refusal(cause: Exception, part: str) -> TraceError:
         wanted=f"a call of {part} that torch.export can trace",
         remedy="rewrite that line with plain tensor operators, or move it out of the model",
     )
+
+
+def _without_values(where: str, cause: BaseException) -> str:
+    """How the user's line, which `where` ends in, does without values of tensors."""
+    if _READS.search(where) and not _BRANCHES.search(where):
+        return "leave out .item(), .tolist(), float() and int(): return the tensor, read it after the call"
+    if any(isinstance(each, DynamicOutputShapeException) for each in _chain(cause)):
+        return "keep the shape: multiply by the mask, or choose by torch.where(mask, x, 0)"
+    return "choose by torch.where(condition, a, b), or decide before the call and pass a flag"
+
+
+def _chain(cause: BaseException | None) -> Iterator[BaseException]:
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def sparse_refusal(where: str, found: str) -> TraceError:
@@ -85,11 +103,9 @@ def _is_of_sparse(cause: Exception) -> bool:
 
 
 def _asks_for_values(cause: BaseException | None) -> bool:
-    while cause is not None:
-        if isinstance(cause, _VALUE_ERRORS) or "data-dependent" in str(cause)[:2000]:
-            return True
-        cause = cause.__cause__
-    return False
+    return any(
+        isinstance(each, _VALUE_ERRORS) or "data-dependent" in str(each)[:2000] for each in _chain(cause)
+    )
 
 
 @contextmanager

@@ -106,9 +106,18 @@ def _is_file(module: ModuleType, path: Path) -> bool:
 
 def _function(module: ModuleType, name: str, text: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
+    own = [maker for maker in _makers(module) if maker != name]
+    if inspect.isroutine(found) or inspect.isclass(found):
+        wanted = _needed(found)
+        if wanted:
+            raise _wrong(
+                f"TARGET {text}",
+                f"{name}({', '.join(wanted)}), which wants arguments",
+                "a function without arguments",
+                f"give each a default, or choose from {', '.join(own)}" if own else "give each a default",
+            )
     if callable(found):
         return found  # type: ignore[no-any-return]
-    own = _makers(module)
     raise _wrong(
         f"TARGET {text}",
         f"no function {name}" if found is None else f"{name} = {found!r}",
@@ -128,9 +137,17 @@ def _makers(module: ModuleType) -> list[str]:
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
+    return not _needed(function)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a call can't leave out; none are known of what has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(item.default is not item.empty or item.kind in optional for item in parameters)
+    return [item.name for item in parameters if item.default is item.empty and item.kind not in optional]
 
 
 def _remedy(text: str) -> str:

@@ -201,7 +201,7 @@ def tables_in_caches(wrap: Wrap) -> list[Any]:
 def questions_whether_it_is_traced(wrap: Wrap) -> list[Any]:
     class Asking(Net):
         def forward(self, x: Tensor) -> Any:
-            traced = torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+            traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
             y = (
                 self.body(x)
                 * (2 if traced else 1)

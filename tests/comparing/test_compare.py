@@ -63,9 +63,8 @@ def test_rows_are_the_plan_and_its_alternatives() -> None:
     rows = by_name(compared(NET, TWO))
     target = load_target(NET)
     plan = autopar.plan(target.model, TWO, target.args, loss_fn=target.loss_fn, measure=False)
-    names = {"batch": "data", "domain": "spatial", "filter": "filter", "channel": "channel"}
     for item in plan.alternatives:
-        row = rows[names[item.name]]
+        row = rows[item.name]
         assert row.plan and row.feasible == item.feasible
         assert row.plan.step_seconds == pytest.approx(item.step_seconds, rel=DEFAULT_GAP)
         assert row.plan.peak_bytes == pytest.approx(item.peak_bytes, rel=0.1)
@@ -78,14 +77,14 @@ def test_limits_on_devices_are_those_of_the_shortest_layer() -> None:
     limits = {name: row.device_limit for name, row in by_name(compared(NET, TWO)).items()}
     # 6 samples; images of 6 x 6; 8 filters, 12 and 4 outputs; 3 channels, 288 and 12 inputs
     assert limits["serial"] == 1 and limits["hybrid"] is None
-    assert (limits["data"], limits["spatial"], limits["filter"], limits["channel"]) == (6, 36, 4, 3)
-    assert (limits["data+filter"], limits["data+spatial"]) == (6 * 4, 6 * 36)
+    assert (limits["batch"], limits["domain"], limits["filter"], limits["channel"]) == (6, 36, 4, 3)
+    assert (limits["batch+filter"], limits["batch+domain"]) == (6 * 4, 6 * 36)
 
 
 def test_mixtures_have_a_kind_for_each_axis_and_pipelines_a_stage_for_each_device() -> None:
     rows = by_name(compared(NET, FOUR))
     assert all(row.feasible for row in rows.values())
-    for name, kinds in {"data+filter": ("batch", "filter"), "data+spatial": ("batch", "domain")}.items():
+    for name, kinds in {"batch+filter": ("batch", "filter"), "batch+domain": ("batch", "domain")}.items():
         plan = plan_of(rows[name])
         assert plan.mesh.shape == (2, 2)
         assert all(
@@ -109,8 +108,8 @@ def test_a_model_on_the_meta_device_needs_no_process_group() -> None:
         x = torch.zeros(8, 16, 64)
     cluster = ClusterSpec(devices_per_node=2, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
     rows = by_name(autopar.compare(Target(model, (x, x), {}, nn.MSELoss(), ""), cluster))
-    assert {name for name, row in rows.items() if not row.feasible} == {"data+filter", "data+spatial"}
-    assert (rows["data"].device_limit, rows["spatial"].device_limit) == (8, 16)  # samples, sequence
+    assert {name for name, row in rows.items() if not row.feasible} == {"batch+filter", "batch+domain"}
+    assert (rows["batch"].device_limit, rows["domain"].device_limit) == (8, 16)  # samples, sequence
     parallel = (plan_of(row).step_seconds for name, row in rows.items() if row.plan and name != "pipeline")
     assert plan_of(rows["hybrid"]).step_seconds <= min(parallel) * (1 + DEFAULT_GAP)
 
@@ -121,24 +120,24 @@ def test_a_model_on_the_meta_device_needs_no_process_group() -> None:
 def test_a_factor_that_is_missing_or_too_short_is_named() -> None:
     rows = by_name(compared(MLP, TWO))
     reasons = {name: row.reason for name, row in rows.items()}
-    assert reasons["spatial"] == "no operator that can be split by domain" and rows["spatial"].plan is None
-    assert reasons["data+filter"] == reasons["data+spatial"] == "no mesh of 2 axes"
+    assert reasons["domain"] == "no operator that can be split by domain" and rows["domain"].plan is None
+    assert reasons["batch+filter"] == reasons["batch+domain"] == "no mesh of 2 axes"
     assert reasons["pipeline"] == "loss: none in the output of the model"
-    assert rows["spatial"].device_limit is None
-    assert all(rows[name].feasible for name in ("serial", "data", "filter", "channel", "hybrid"))
+    assert rows["domain"].device_limit is None
+    assert all(rows[name].feasible for name in ("serial", "batch", "filter", "channel", "hybrid"))
 
 
 def test_a_short_batch_and_more_stages_than_operators_are_named() -> None:
     target = Target(nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), {}, nn.MSELoss(), "")
     rows = by_name(autopar.compare(target, ClusterSpec.local(3), measure=False))
     assert rows["pipeline"].reason == "--stages: 3 stages for 2 operators"
-    assert rows["data"].reason == "no batch dim longer than 2" and rows["data"].device_limit == 2
+    assert rows["batch"].reason == "no batch dim longer than 2" and rows["batch"].device_limit == 2
 
 
 @pytest.mark.long
 def test_under_a_cap_what_a_row_needs_is_shown_beside_what_fits() -> None:
     free = {name: plan_of(row).peak_bytes for name, row in by_name(compared(NET, TWO)).items() if row.plan}
-    cap = (free["filter"] + free["data"]) // 2
+    cap = (free["filter"] + free["batch"]) // 2
     found = autopar.compare(NET, TWO, measure=False, memory=cap)
     rows = {row.name: row for row in found.rows}
     assert rows["filter"].feasible and rows["hybrid"].feasible and found.chosen == "hybrid"
@@ -171,7 +170,7 @@ def test_every_row_that_fits_runs_and_takes_the_bytes_that_are_predicted() -> No
     found = autopar.compare(NET, TWO, measure=False, run=True)
     rows = {row.name: row for row in found.rows}
     ran = {name for name, row in rows.items() if row.measured}
-    assert ran == {"serial", "data", "spatial", "pipeline", "filter", "channel", "hybrid"}
+    assert ran == {"serial", "batch", "domain", "pipeline", "filter", "channel", "hybrid"}
     for name in ran - {"pipeline"}:
         measured = rows[name].measured
         assert measured and measured.seconds > 0
@@ -223,12 +222,12 @@ def test_without_a_word_operators_are_measured_and_with_measure_steps_too(
 
     def compare(*_: Any, **options: Any) -> Comparison:
         asked.update(options)
-        return Comparison("here", None, (a_row("data", 1.0, None),), "data")
+        return Comparison("here", None, (a_row("batch", 1.0, None),), "batch")
 
     monkeypatch.setattr(api, "compare", compare)
     assert main(["compare", MLP, "--cluster", "local:2", *flags]) == 0
     assert (asked["measure"], asked["run"]) == (measure, run)
-    assert "data" in capsys.readouterr().out
+    assert "batch" in capsys.readouterr().out
 
 
 def test_the_command_exits_with_2_where_steps_cannot_be_measured(

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from autopar.core import operator_facts
-from autopar.core.operator_facts import NOTHING, declare, facts_of, is_random, is_repeatable, writes
+from autopar.core.operator_facts import (
+    NOTHING,
+    declare,
+    facts_of,
+    is_random,
+    is_repeatable,
+    known_overloads,
+    writes,
+)
 from autopar.errors import RuleError
 
 aten = torch.ops.aten
@@ -40,6 +48,13 @@ def test_what_is_declared_twice_is_refused() -> None:
 def test_a_question_that_nobody_asks_is_refused() -> None:
     with pytest.raises(TypeError, match="gathered"):
         declare(aten.mm.default, gathered=True)
+
+
+def test_overloads_that_this_torch_lacks_are_left_out() -> None:
+    assert known_overloads("mm.default nothing.default mm.nothing sum.dim_IntList") == (
+        aten.mm.default,
+        aten.sum.dim_IntList,
+    )
 
 
 def test_without_families_nothing_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

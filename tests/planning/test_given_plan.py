@@ -17,7 +17,9 @@ from autopar.compiler import Compiler
 from autopar.core.placement import R
 from autopar.core.strategy import Option
 from autopar.errors import InputError
-from autopar.planning.given_plan import read_plan
+from autopar.planning.given_plan import VARIABLE, plan_to_run, read_plan
+from autopar.planning.option_environment import VARIABLE as OPTIONS
+from autopar.planning.option_environment import read, write
 from autopar.results.plan import Plan
 from tests.pool import Pool
 
@@ -186,6 +188,23 @@ def test_another_call_than_the_planned_is_refused_where_it_differs(
     path = saved(tmp_path / "plan.json", 2, ONE)
     for message in pools(2).run(refused, path, change):
         assert words in message and len(message) < 400, message
+
+
+def test_a_plan_that_is_not_there_is_answered_with_how_to_save_one() -> None:
+    with pytest.raises(InputError, match="none.json: found no such file, .* autopar plan TARGET .* --output"):
+        read_plan("none.json", autopar.ClusterSpec.local(2))
+
+
+def test_the_environments_options_may_name_a_plan() -> None:
+    environment = {OPTIONS: '{"plan": "saved.json", "overlap": true}'}
+    assert plan_to_run(environment) == "saved.json" and read(environment) == {"overlap": True}
+    assert plan_to_run(environment | {VARIABLE: "told.json"}) == "told.json"
+    assert write({"compile": True}, environment)[OPTIONS].startswith('{"plan": "saved.json"')
+    assert plan_to_run({}) is plan_to_run({OPTIONS: '{"stages": 2}'}) is None
+    with pytest.raises(InputError, match="plan and mesh: found both"):
+        plan_to_run({OPTIONS: '{"plan": "saved.json", "mesh": "2"}'})
+    with pytest.raises(InputError, match="found plan=3, wanted a JSON object"):
+        plan_to_run({OPTIONS: '{"plan": 3}'})
 
 
 def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:

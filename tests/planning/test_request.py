@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from autopar.cluster import ClusterSpec
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.planning import request as request_module
-from autopar.planning.request import Request
+from autopar.planning.options import PLAN, Options
+from autopar.planning.request import Request, request_of
 
 GPIPE, ONE_F_ONE_B, ZB1P = ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P
 
@@ -21,6 +25,24 @@ def test_all_schedules_that_can_be_run_are_tried_or_the_one_that_is_asked_for() 
     assert Request(pipeline_ranks=2, micro_batches=4, relay=True).kinds() == []
     with pytest.raises(InputError):
         Request(pipeline_ranks=2, micro_batches=1, schedule=ONE_F_ONE_B).kinds()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            {"mesh": "3"},
+            "--mesh 3: found 3 devices, wanted the 4 of the cluster; write --mesh 4, --mesh 2x2, or leave",
+        ),
+        ({"mesh": "8"}, "wanted the 4 of the cluster"),
+        ({"mesh": "4", "stages": 2}, "wanted the 2 of each of 2 stages; write --mesh 2, or leave it out"),
+        ({"mesh": "2", "stages": 4}, "wanted the 1 of each of 4 stages; write --mesh 1"),
+    ],
+)
+def test_a_mesh_of_other_devices_is_refused_with_those_that_fit(words: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        request_of(Options(PLAN, **words), ClusterSpec.local(4))
+    assert request_of(Options(PLAN, mesh="2", micro_batches=2), ClusterSpec.local(4))[0].pipeline_ranks == 2
 
 
 def test_of_schedules_too_long_to_time_the_shortest_is_tried(

@@ -141,7 +141,7 @@ def test_a_file_that_holds_no_plan_is_refused(text: str, tmp_path: Path) -> None
 
 
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.json: found No such file"):
+    with pytest.raises(InputError, match=r"none\.json: found no such file"):
         Plan.load(tmp_path / "none.json")
     with pytest.raises(InputError, match=r"no_folder/plan\.json: found .*No such file"):
         plan_with(stages=1, micro_batches=1).save(tmp_path / "no_folder" / "plan.json")

@@ -31,7 +31,7 @@ def a_row(name: str, guess: float, seconds: float | None, nbytes: int = 1, state
 
 def test_accuracy_order_and_regret_are_those_of_the_rows_that_ran() -> None:
     rows = (
-        a_row("data", 1.0, 2.0),  # half of it
+        a_row("batch", 1.0, 2.0),  # half of it
         a_row("filter", 3.0, 4.0),  # three quarters
         a_row("hybrid", 9.0, 3.0),  # three times too long: no accuracy at all
         a_row("serial", 7.0, None),
@@ -45,10 +45,10 @@ def test_accuracy_order_and_regret_are_those_of_the_rows_that_ran() -> None:
 
 
 def test_figures_that_cannot_be_told_are_none() -> None:
-    one = Comparison("", None, (a_row("data", 1.0, 2.0),), None)
+    one = Comparison("", None, (a_row("batch", 1.0, 2.0),), None)
     assert one.accuracy == 0.5 and one.rank_correlation is None and one.regret is None
     assert json.dumps(one.as_dict(), allow_nan=False)
-    none = Comparison("", None, (a_row("data", 1.0, None),), None)
+    none = Comparison("", None, (a_row("batch", 1.0, None),), None)
     assert none.accuracy is None and not FIGURES & none.as_dict().keys()
 
 

@@ -39,6 +39,9 @@ def no_loss():
 def raises():
     return nn.Linear(3, 2), torch.ones(neighbour.ROWS).view(5, 5)
 
+def wants(count, *rest, width, depth=2):
+    return nn.Linear(3, 2), torch.ones(4, 3)
+
 def leaves():
     raise SystemExit("enough")
 
@@ -112,6 +115,12 @@ def test_an_unknown_function_is_answered_with_those_that_there_are(file: Path) -
 def test_another_return_value_is_named(file: Path, name: str, found: str) -> None:
     error = refused(f"{file}:{name}")
     assert found in error.found and "(model, inputs, loss_fn)" in str(error)
+
+
+def test_a_function_that_wants_arguments_is_told_before_it_is_called(file: Path) -> None:
+    error = refused(f"{file}:wants")
+    assert error.found == "wants(count, width), which wants arguments"
+    assert error.remedy.startswith("give each a default, or choose from net, with_loss")
 
 
 def test_what_the_function_raises_names_the_users_line(file: Path) -> None:

@@ -152,5 +152,9 @@ def key_figures(plan: Plan) -> list[tuple[str, Cell, str]]:
             share("measured_share", plan.measured_share),
             "of predicted operator time; the rest is estimated",
         ),
-        ("Split", share("sharded_flops_share", plan.sharded_flops_share, 1), "of the flops, among devices"),
+        (
+            "Split",
+            share("sharded_flops_share", plan.sharded_flops_share, 1),
+            f"of the {plan.split_unit}, among devices",
+        ),
     ]

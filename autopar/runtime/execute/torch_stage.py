@@ -15,13 +15,12 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_ba
 
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InputError
 from autopar.runtime.execute.executable import StagedExecutable
+from autopar.runtime.execute.receive_buffers import let_go, prepare, take_tensors
 from autopar.runtime.execute.stage import StageModule
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of
 
-OLDEST = (2, 13)  # torch whose stages train as the serial model does
 SINGLE: dict[ScheduleKind, Any] = {  # one stage for each rank
     ScheduleKind.GPIPE: torch_schedules.ScheduleGPipe,
     ScheduleKind.ONE_F_ONE_B: torch_schedules.Schedule1F1B,
@@ -43,7 +42,6 @@ def schedule_of(
 ) -> tuple[Any, Sends]:
     """Torch's schedule of a rank's stages, and the rank's sends, to be ended after each step of it; `loss_fn`
     takes the last stage's output and the micro-batch's number, `group` are the ranks of the pipeline."""
-    _check_torch(torch.__version__)
     pipeline = made.pipeline
     options = {"loss_fn": loss_fn, "scale_grads": False}
     if pipeline.schedule in SINGLE:
@@ -60,18 +58,6 @@ def schedule_of(
         }
         schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule, sends
-
-
-def _check_torch(version: str) -> None:
-    """Raise InputError for a torch whose stages give other gradients than the serial model's."""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) < OLDEST:
-        raise InputError(
-            where="pipeline stages",
-            found=f"torch {version}",
-            wanted=f"torch {'.'.join(map(str, OLDEST))} or newer: gradients of earlier stages are wrong",
-            remedy="install a newer torch, or plan with --stages 1",
-        )
 
 
 class Sends:
@@ -139,10 +125,9 @@ def _nothing_left() -> Callable[[], None]:
 class _TorchStage(PipelineStage):
     """A stage that holds no more than it needs, whose micro-batches may differ in size.
 
-    Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch:
-    torch makes those of all micro-batches, like the first, before the first step, and keeps them. Losses,
-    which torch collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
-    With `sends` a stage sends for itself and gives torch nothing to send.
+    Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch (see
+    `receive_buffers`). Losses, which torch collects, let go of their micro-batch, whose received tensors
+    the leaves of its graph are. With `sends` a stage sends for itself and gives torch nothing to send.
 
     In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
     """
@@ -156,23 +141,23 @@ class _TorchStage(PipelineStage):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
         for chunk in self.args_recv_info.values():
-            self._empty(chunk)
+            let_go(chunk, self.device)
         return made
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_backward_infra(*args, **kwargs)
         for chunk in self.grad_recv_info.values():
-            self._empty(chunk)
+            let_go(chunk, self.device)
         return made
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         if not self.is_first:
-            self._fill(self.args_recv_info[fwd_chunk_id], self.submod.received(fwd_chunk_id))
+            prepare(self.args_recv_info[fwd_chunk_id], self.submod.received(fwd_chunk_id), self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
-            self._fill(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id))
+            prepare(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -241,23 +226,11 @@ class _TorchStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             # Where there is no gradient, torch writes zeros.
-            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))
+            prepare(self.grad_recv_info[mb_index], self.submod.sent(mb_index), self.device)
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    def _fill(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        """Give those that receive a tensor a buffer."""
-        for info, spec in zip(infos, specs, strict=False):  # the first stage has arguments
-            if info.buffer is not None:
-                info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-
-    def _came(self, message: Message, infos: Sequence[Any]) -> None:
+    def _came(self, message: Message, receives: Sequence[Any]) -> None:
         """Let go of its buffers, and of what it proves; if no tensor came, it proves nothing."""
-        if self._sends is not None and any(getattr(info, "buffer", None) is not None for info in infos):
+        if self._sends is not None and take_tensors(receives):
             self._sends.end_proved(message)
-        self._empty(infos)
-
-    def _empty(self, infos: Sequence[Any]) -> None:
-        """Let go of the buffers; one without memory stands for those to come."""
-        for info in infos:
-            if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty(0, device=self.device)
+        let_go(receives, self.device)

@@ -217,7 +217,7 @@ def _config(num_processes: int, logs: str) -> LaunchConfig:
 
 
 def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
-    wanted = "exit code 0"
+    wanted = "ranks that all run to their end"
     message = failure.error_file_data["message"]
     if isinstance(message, dict):  # recorded by the rank itself
         found, traceback = message["message"], message["extraInfo"]["py_callstack"]

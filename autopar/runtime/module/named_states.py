@@ -22,6 +22,7 @@ import torch.distributed.checkpoint.state_dict as by_names
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.core.torch_version import RANGE
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.module.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
@@ -48,7 +49,7 @@ def speak_by_names() -> None:
             where="torch.distributed.checkpoint.state_dict",
             found=f"no {missing[0]} in torch {torch.__version__}",
             wanted="a version of torch whose state dicts are known",
-            remedy="install torch 2.13",
+            remedy=f"run pip install '{RANGE}'",
         )
     for name, ours in zip(_DOORS, (_get_model, _set_model, _get_optimizers, _set_optimizers), strict=True):
         setattr(by_names, name, _instead(getattr(by_names, name), ours))

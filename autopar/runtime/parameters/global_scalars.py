@@ -34,6 +34,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import convert_parameters
 from torch.utils._pytree import tree_leaves
 
+from autopar.core.torch_version import RANGE
 from autopar.errors import InputError, cut_text
 from autopar.runtime.collectives.roll_call import collective
 from autopar.trace.user_source import calling_line, first_line
@@ -135,7 +136,7 @@ def _unknown_version(found: str) -> InputError:
         where=f"DTensor of torch {torch.__version__}",
         found=found,
         wanted="numbers of sharded tensors that are the same on all ranks",
-        remedy="install a version of torch that autopar was tested with, such as 2.13",
+        remedy=f"run pip install '{RANGE}'",
     )
 
 

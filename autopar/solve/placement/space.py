@@ -70,6 +70,7 @@ def build_space(
     pruned: dict[object, list[Strategy]] = {}
     groups: Groups = {}
     cast_weights = graph.cast_weights
+    splitting = {item.name for item in split_by_force(graph, prices)} if force is not None else set()
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
@@ -81,7 +82,7 @@ def build_space(
         if pin is None:
             offered = useful(item, offered, prices, anchors)
         if force is not None and cast_weights.isdisjoint(item.results):  # where weights lie isn't forced
-            offered = forced(item, offered, force, kinds, prices)
+            offered = forced(item, offered, force, kinds, most=item.name in splitting)
         elif pin is None:
             offered = idle(offered, prices.dims)
         same = prices.operator_kind(item), tuple(map(id, offered))
@@ -218,11 +219,11 @@ def _alike(
 
 
 def forced(
-    operation: Operator, offered: Sequence[Strategy], force: Force, kinds: Kinds, prices: Prices
+    operation: Operator, offered: Sequence[Strategy], force: Force, kinds: Kinds, *, most: bool
 ) -> list[Strategy]:
-    """Strategies that shard each axis by the kind that is forced there or not at all; operators that
-    compute shard as many axes as they can, by strategies that aren't offered if no other do."""
-    wanted = kind_by_axis(force, prices.dims.mesh)
+    """Strategies that shard each axis by the kind that is forced there or not at all; with `most` those that
+    shard as many axes as can be, which aren't offered if no other do."""
+    wanted = kind_by_axis(force, kinds.dims.mesh)
 
     def count(strategy: Strategy) -> int:
         return sum(option.shards for option in strategy)
@@ -247,13 +248,18 @@ def forced(
         ]
 
     found = pure(offered)
-    every = pure(strategies_of(operation, prices.dims))
-    most = max(map(count, every))
-    if most and is_heavy(operation, prices):
-        return [each for each in found if count(each) == most] or [
-            each for each in every if count(each) == most
+    every = pure(strategies_of(operation, kinds.dims))
+    axes = max(map(count, every))
+    if axes and most:
+        return [each for each in found if count(each) == axes] or [
+            each for each in every if count(each) == axes
         ]
     return found
+
+
+def split_by_force(graph: Graph, prices: Prices) -> list[Operator]:
+    """The operators that a forced kind has to split: those that do products, or all where none does."""
+    return [item for item in graph.operators if is_heavy(item, prices)] or list(graph.operators)
 
 
 def is_heavy(operation: Operator, prices: Prices) -> bool:

@@ -235,7 +235,7 @@ def test_the_door_takes_a_plan_its_file_or_a_model(tmp_path: Path) -> None:
         (["tests/targets.py:net"], "a target without a cluster"),
         (["plan.json", "--cluster", "local:2"], "--cluster: found a saved plan"),
         (["plan.json", "--no-measure"], "--no-measure: found a saved plan"),
-        (["none.json"], "none.json: found No such file"),
+        (["none.json"], "none.json: found no such file"),
         (["plan.json", "--frontier", "3"], "--frontier: found a saved plan"),
         (["tests/targets.py:net", "--cluster", "local:2", "--frontier", "-1"], "--frontier: found -1 s"),
         (["none.json", "--measured", "none.json"], "none.json: found No such file"),
