@@ -65,6 +65,8 @@ class Facts:
     put_back: Target = None  # of a view: the overload that puts a tensor where the view looks
     any_strides: Target = None  # the overload that does the same on tensors of any strides
     copies_expanded: bool = False  # where no view of an expanded operand is what it gives
+    is_fresh: bool = False  # a copy at each call, though a trace shows it in its operand's memory
+    shares_on_some: bool = False  # gives its operand's memory on some devices, on others a copy
     gives_itself: bool = False  # where it changes nothing: its very operand, not a copy
     order_matters: bool = False  # draws numbers in the order in which its operand lies in memory
     saves_unfilled: bool = False  # saves a tensor for backward before it fills it

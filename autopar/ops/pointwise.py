@@ -198,6 +198,8 @@ declare(
     *(aten.to, aten._to_copy, aten.dropout),
     is_identity=True,
 )
+declare(aten.lift_fresh_copy, is_fresh=True)
+declare(aten.native_dropout, aten.channel_shuffle, shares_on_some=True)
 declare(aten.dropout, aten.feature_dropout, changes=_drops)
 declare(
     *(aten.contiguous, aten.to, aten.type_as, aten.dropout, aten.feature_dropout),

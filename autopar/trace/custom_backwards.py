@@ -310,6 +310,12 @@ def _observed(
             "a backward that takes any values",
             "check values outside of it",
         )
+    if behavior.draws_backward:
+        _refuse(
+            f"{call.title}, whose backward draws random numbers",
+            "draws in forward, which are those of the serial model on all ranks",
+            "draw in forward, and pass the numbers to the apply of an autograd.Function",
+        )
     return behavior, custom_calls.pattern_of(returned[-1])
 
 

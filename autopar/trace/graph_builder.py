@@ -310,7 +310,7 @@ class GraphBuilder:
             checkpoint=region_of(node),
         )
         self.graph.operators.append(operation)
-        self.graph.note_aliases(operation, fresh=written is not None)
+        self.graph.note_aliases(node, operation, fresh=written is not None)
         if written is not None:
             names = (self.casts.cast(node, names[0], self.graph.specs[written].dtype),)
             self.casts.retyped |= {names[0]} if written in self.casts.retyped else set()
@@ -354,6 +354,9 @@ class GraphBuilder:
         self.graph.views = {name: after(view) for name, view in self.graph.views.items()}
         if old in self.graph.views:
             self.graph.views[new] = self.graph.views[old]
+        self.graph.whole = {name: new if base == old else base for name, base in self.graph.whole.items()}
+        if old in self.graph.whole:
+            self.graph.whole[new] = self.graph.whole[old]
         self.graph.root[new] = self.graph.root[old]
         if old == given:
             self.graph.rename(old, new)

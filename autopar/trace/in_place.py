@@ -72,8 +72,8 @@ class InPlaceWrites:
     def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
         """From here on `written` means `name`; what a view is of has `name` in the view's place."""
         chain = [written]  # [written, what it is a view of, ..., the tensor that owns the memory]
-        while chain[-1] in self._graph.views:
-            chain.append(self._graph.views[chain[-1]].operands[0])
+        while (base := self._graph.viewed(chain[-1])) is not None:
+            chain.append(base)
         if not grad and any(self._graph.specs[each].requires_grad for each in chain):
             raise refused(
                 node,
@@ -95,11 +95,13 @@ class InPlaceWrites:
             )
         made = [name]
         for view, base in itertools.pairwise(chain):
-            made.append(self._scatter(node, self._graph.views[view], base, made[-1]))
+            whole = view in self._graph.whole
+            made.append(made[-1] if whole else self._scatter(node, self._graph.views[view], base, made[-1]))
         for old, new in zip(chain, made, strict=True):
             self._graph.rename(old, new)
-        for view, whole, new in zip(chain, made[1:], made[:-1], strict=False):
-            self._graph.views[new] = _of(self._graph.views[view], whole)
+        for view, base, new in zip(chain, made[1:], made[:-1], strict=False):
+            if view not in self._graph.whole:
+                self._graph.views[new] = _of(self._graph.views[view], base)
             self._graph.root[new] = made[-1]
         self._note_write(node, root, made[-1])
 

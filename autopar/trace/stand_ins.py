@@ -58,6 +58,7 @@ class Behavior:
     results: tuple[TensorSpec, ...]
     reads_values: bool  # in Python
     draws: bool  # random numbers
+    draws_backward: bool  # in its backward
     operands: tuple[TensorSpec, ...] | None
 
 
@@ -93,19 +94,26 @@ def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
     try:
         with watch:
             results = run(leaves, numbers)
+            drawn = torch.get_rng_state()
             _gradients(results, leaves, [torch.ones_like(item) for item in results if item.requires_grad])
     except Exception:  # the user's code raises anything
         if not watch.foreign and whole:
             raise
         if not watch.foreign:
-            return Behavior(_shapes_of(run, operands, numbers), True, True, None)
+            return Behavior(_shapes_of(run, operands, numbers), True, True, False, None)
     if watch.foreign:
         raise ForeignTensorError
     if any(leaf._version for leaf in leaves):
         raise WrittenOperandError
+    after = torch.get_rng_state()
     specs = _specs(results) if whole else _shapes_of(run, operands, numbers)
-    drawn = not torch.equal(state, torch.get_rng_state())
-    return Behavior(specs, watch.reads_values, drawn, shrunk)
+    return Behavior(
+        specs,
+        watch.reads_values,
+        draws=not torch.equal(state, drawn),
+        draws_backward=not torch.equal(drawn, after),
+        operands=shrunk,
+    )
 
 
 def is_derivative(run: Run, forward: Run, operands: Specs, numbers: Sequence[float]) -> bool:

@@ -8,6 +8,7 @@
     bincount(x, minlength=n)            as n counts, and an error where x has a larger value
     x.as_strided(...) of windows        by reshape and unfold, if x is dense
     if not isfinite(x).all(): clamp     clamped always, where that changes nothing finite
+    F.dropout(x, 0.0), or of no training   x itself, which writes to the result reach
 
 What writes to weights (max_norm) and what has shapes by values (packed sequences, CTC loss, counts and
 classes of unknown number) is refused by name. Generators that a forward passes to a draw are refused: their
@@ -195,13 +196,24 @@ def _as_strided(
     return x.as_strided(size, stride, storage_offset) if found is None else found
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """One that is off gives its argument, of which torch's own decomposition makes a copy."""
+    return input if p == 0 or not training else F.dropout(input, p, training, inplace)
+
+
+def _plain_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return input if p == 0 or not train else torch.dropout(input, p, train)
+
+
 _BY_ELEMENTS: dict[Any, Callable[..., Tensor]] = {
     torch.as_strided: _as_strided,
     Tensor.as_strided: _as_strided,
 }
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
 
-_OTHERWISE = _OF_SIZE | _BY_ELEMENTS
+_GIVES_ITSELF: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, torch.dropout: _plain_dropout}
+
+_OTHERWISE = _OF_SIZE | _BY_ELEMENTS | _GIVES_ITSELF
 
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _LOOKUPS = (F.embedding, F.embedding_bag)

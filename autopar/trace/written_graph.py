@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.core.graph import GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
@@ -33,6 +34,7 @@ class WrittenGraph:
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
         self.views: dict[str, Operator] = {}  # slice of a tensor -> the operator that made it
+        self.whole: dict[str, str] = {}  # another tensor of the very same elements -> the tensor they are of
         self.writes: dict[str, str] = {}  # buffer -> what it holds after the step
 
     def value(self, item: Any) -> Any:
@@ -73,22 +75,69 @@ class WrittenGraph:
             if isinstance(value, Ref) and value.name == old:
                 self.env[key] = Ref(new)
 
-    def note_aliases(self, operation: Operator, *, fresh: bool) -> None:
+    def viewed(self, name: str) -> str | None:
+        """What a tensor is a slice of, or the same as."""
+        return self.whole.get(name) or (self.views[name].operands[0] if name in self.views else None)
+
+    def note_aliases(self, node: fx.Node, operation: Operator, *, fresh: bool) -> None:
         """Note whose memory the results share, and which inputs the operator writes without saying so."""
-        schema = operation.target._schema
-        aliased = not fresh and any(result.alias_info is not None for result in schema.returns)
-        base = self.root[operation.operands[0]] if aliased and operation.operands else None
-        for name in operation.results:
+        values = pytree.tree_leaves(node.meta.get("val"))
+        for name, value in zip(operation.results, values, strict=False):
             if name is not None:
-                self.root[name] = base or name
-                if base and facts_of(operation.target).put_back is not None:
-                    self.views[name] = operation
+                self.root[name] = name
+                if not fresh and not facts_of(operation.target).is_fresh:
+                    self._note_sharing(node, operation, name, value)
         hidden = facts_of(operation.target).hidden_writes
         for position in hidden.arguments if hidden and operation.args[hidden.flag] else ():
             argument = operation.args[position]
             if isinstance(argument, Ref) and argument.name in self.inputs:
                 item = self.inputs[argument.name]
                 self.inputs[argument.name] = replace(item, mutated=True)
+
+    def _note_sharing(self, node: fx.Node, operation: Operator, name: str, value: Any) -> None:
+        """Note whose memory the result `name` shares, as torch's own kernels show it by `value`.
+
+        Schemas don't say so of all that may: `einsum`, `sum_to_size`, a dropout that is off.
+        """
+        schema, facts = operation.target._schema, facts_of(operation.target)
+        given = [(each, self.env.get(each)) for each in node.all_input_nodes]
+        found = [(each, ref.name) for each, ref in given if isinstance(ref, Ref) and _share(each, value)]
+        bases = [(each, base) for each, base in found if base in operation.operands]
+        if bases:
+            base, of = bases[0]
+            self.root[name] = self.root[of]
+            if _is_same(base.meta["val"], value) and self._is_seen(operation, of, name):
+                self.whole[name] = of
+        elif operation.operands and any(each.alias_info is not None for each in schema.returns):
+            self.root[name] = self.root[operation.operands[0]]
+        if self.root[name] != name and facts.put_back is not None:
+            self.views[name] = operation
+
+    def _is_seen(self, operation: Operator, of: str, name: str) -> bool:
+        """Whether writes to `name` are writes to `of` for autograd, too, and on all devices."""
+        facts = facts_of(operation.target)
+        return self.specs[of] == self.specs[name] and not facts.shares_on_some
+
+
+def _share(node: fx.Node, value: Any) -> bool:
+    """Whether the node's tensor and `value` share memory."""
+    ours, theirs = _memory(node.meta.get("val")), _memory(value)
+    return ours is not None and ours == theirs
+
+
+def _memory(value: Any) -> int | None:
+    """A number that tensors of the same memory share."""
+    has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return int(value.untyped_storage()._cdata) if has_memory else None
+
+
+def _is_same(given: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors of the same memory have the same elements, place by place."""
+    ours, theirs = (
+        (each.shape, each.stride(), each.storage_offset(), each.dtype, each.is_conj(), each.is_neg())
+        for each in (given, value)
+    )
+    return ours == theirs
 
 
 def spec_of(value: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:

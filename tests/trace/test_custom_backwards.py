@@ -227,7 +227,26 @@ def _accumulated(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+class Noisy(torch.autograd.Function):
+    """Draws in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+def _noisy_hook(net: Net, h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+    return h
+
+
 REFUSED = [
+    (lambda net, h: Noisy.apply(h), "Noisy, whose backward draws random numbers"),
+    (_noisy_hook, "_noisy_hook.<locals>.<lambda>), whose backward draws random numbers"),
     (_accumulated, "backward inside forward"),
     (lambda net, h: Foreign.apply(h, net), "Foreign, which computes with tensors that aren't its arguments"),
     (lambda net, h: Writing.apply(h * 2), "Writing, which writes to its argument"),

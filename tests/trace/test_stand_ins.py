@@ -134,3 +134,6 @@ def test_what_reads_values_or_draws_is_told() -> None:
     assert stand_ins.observe(drawing, operands, []).draws
     plain = stand_ins.observe(runs(same, lambda saved, g: g)[0], operands, [])
     assert not plain.reads_values and not plain.draws
+    noisy = runs(same, lambda saved, g: g * torch.rand(()))[0]
+    assert stand_ins.observe(noisy, operands, []).draws_backward
+    assert not stand_ins.observe(drawing, operands, []).draws_backward

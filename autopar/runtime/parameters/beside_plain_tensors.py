@@ -4,6 +4,7 @@
     weight.data = start          the same (assigned_tensors.py)
     weight.numpy(), .tolist()    refused: a part is no whole array
     f"{weight.mean():.3f}"       the number, read whole
+    weight[[0, 3]]               composed_calls.py
     weight[0] = 0.1              written_parts.py
     weight.normal_()             whole_operators.py
 
@@ -13,6 +14,7 @@ each becomes a replicated DTensor, so that backward knows it as one and gives it
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,11 +27,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
 from autopar.runtime.parameters.assigned_tensors import assign, assigned
+from autopar.runtime.parameters.composed_calls import (
+    computed_wholly,
+    with_tensors_as_indices,
+    write_each_on,
+    writes_each,
+)
 from autopar.runtime.parameters.whole_operators import compute_wholly
 from autopar.runtime.parameters.written_parts import (
     COMPOSED,
     concerns,
     follow,
+    is_part,
     is_plain_property,
     write_at,
     write_wholly,
@@ -94,12 +103,16 @@ def _torch_function(
             given = {name: value for name, value in kwargs.items() if name != "out"}
             return _torch_function(_cls, Tensor.copy_, (), (owner, _computed(function, args, given)))
         owner = args[0] if args else None
+        if isinstance(owner, (list, tuple)) and writes_each(function, args):
+            return _written_each(function, args, kwargs)
         if (
             not isinstance(owner, DTensor)
             or not concerns(function, owner)
             or not _obstacles(owner.device_mesh)
         ):
             return _computed(function, args, kwargs)
+        if function.__name__ == "__getitem__":
+            args = (owner, with_tensors_as_indices(owner, args[1]))
         if writes_to_part(function, owner):
             _check_parts(function.__name__, owner.device_mesh, args)
         if function.__name__ == "__setitem__":
@@ -111,12 +124,21 @@ def _torch_function(
         return result
 
 
+def _written_each(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write to a list of tensors, of which some are parts of DTensors."""
+    for part in filter(is_part, args[0]):
+        if not _obstacles(part.device_mesh):
+            return _computed(function, args, kwargs)
+        _check_parts(function.__name__, part.device_mesh, (part, *args[1:]))
+    return write_each_on(function, args, functools.partial(_computed, function, args, kwargs))
+
+
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
         return _property(function, args)
     plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
     if not plain:
-        return function(*args, **kwargs)
+        return _composed(function, args, kwargs)
     sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
     mesh = next((item.device_mesh for item in sharded), None)
     obstacles = [] if mesh is None else _obstacles(mesh)
@@ -124,9 +146,23 @@ def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return function(*args, **kwargs)
     _check(function.__name__, plain, obstacles)
     whole = _replicated(args, mesh), _replicated(kwargs, mesh)
-    result = function(*whole[0], **whole[1])
+    result = _composed(function, *whole)
     is_in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
     return args[0] if is_in_place and args and type(args[0]) in _PLAIN else result
+
+
+def _composed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of DTensors; one that torch can't compose of them is computed on whole tensors."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as cause:
+        sharded = next((item for item in _tensors((args, kwargs)) if isinstance(item, DTensor)), None)
+        if sharded is None or not _is_ours(function.__name__, sharded.device_mesh):
+            raise
+        if any(obstacles := _obstacles(sharded.device_mesh)):
+            found = f"{function.__name__} of a parameter or gradient {max(obstacles)}"
+            raise _refused(found, "an operator of elements, a sum or a norm") from cause
+        return computed_wholly(function, args, kwargs, cause)
 
 
 def _property(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -87,7 +87,7 @@ def follow(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             if isinstance(part, DTensor) and part is not owner and _is_apart(owner, part):
                 setattr(part, _VIEW, _View(owner, function, args[1:], kwargs, number))
     elif name != "__setitem__" and writes_to_part(function, owner):
-        _write_on(owner)
+        write_on(owner)
 
 
 def concerns(function: Callable[..., Any], owner: DTensor) -> bool:
@@ -129,8 +129,26 @@ def _is_apart(owner: DTensor, part: DTensor) -> bool:
     return gathered or hasattr(owner, _VIEW)
 
 
+def is_part(value: Any) -> bool:
+    """Whether a value is a part of a DTensor, with memory of its own."""
+    return isinstance(value, DTensor) and hasattr(value, _VIEW)
+
+
+def places_in_root(part: DTensor) -> tuple[DTensor, Tensor]:
+    """The DTensor of which a part is a part at last, and which of its elements are the part's."""
+    views: list[_View] = []
+    root = part
+    while hasattr(root, _VIEW):
+        views.append(getattr(root, _VIEW))
+        root = views[-1].base
+    places = torch.arange(root.numel(), device=root.device).view(root.shape)
+    for view in reversed(views):
+        places = view.of(places)
+    return root, places
+
+
 @torch.no_grad()
-def _write_on(part: DTensor) -> None:
+def write_on(part: DTensor) -> None:
     """Write the values of `part` into what it is a part of, and so on; autograd has seen to gradients."""
     view: _View = getattr(part, _VIEW)
     base = view.base
@@ -152,7 +170,7 @@ def _write(owner: DTensor, mask: Tensor, values: Tensor) -> None:
     """Put the whole `values` where the whole `mask` says, each rank in its own rows."""
     owner.copy_(torch.where(laid_as(owner, mask), laid_as(owner, values), owner))
     if hasattr(owner, _VIEW):
-        _write_on(owner)
+        write_on(owner)
 
 
 def _plain(value: Any) -> Any:

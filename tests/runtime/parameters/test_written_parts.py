@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,17 @@ def _by_operators(net: Any) -> None:
     torch.mul(net.middle.bias, 2.0, out=net.middle.bias)
 
 
+def _by_lists(net: Any) -> None:
+    weight, bias = net.inner.weight, net.inner.bias
+    weight[[0, 7]] = weight[[7, 0]] * 2
+    weight[0] = weight[range(2, 6), [1, 0, 5, 2]].sum() + weight[np.array([3])].mean(0)
+    bias[:3] = bias[[False] * 5 + [True] * 3] + weight[torch.arange(8) > 4].sum()
+    weight[:, [1, 2]] = weight[..., [2, 1]]
+    weight[5] = torch.quantile(weight, 0.3, dim=0) + weight[[]].sum()
+    torch._foreach_mul_([weight[1], bias[2:4], net.head.weight], 3.0)
+    torch._foreach_add_([*weight.grad.chunk(4)[2:], bias.data], 1.0)
+
+
 def _by_draws(net: Any) -> None:
     nn.init.xavier_uniform_(net.inner.weight)
     net.middle.weight.normal_()
@@ -95,7 +107,7 @@ def _pair(kinds: list[str]) -> tuple[Any, Any]:
 
 
 def _alike(kinds: list[str]) -> None:
-    for write in (_by_index, _by_views, _by_operators, _by_draws):
+    for write in (_by_index, _by_views, _by_operators, _by_lists, _by_draws):
         theirs, ours = _pair(kinds)
         for net in (theirs, ours):
             net(X).square().sum().backward()
@@ -122,11 +134,16 @@ def _with_gradients() -> None:
         scaled = net.inner.weight * 2
         scaled[5] = net.inner.bias[:6]
         scaled[1:3] = scaled[1:3] * 3.0
-        scaled.square().sum().backward()
+        (scaled.square().sum() + scaled[[0, 2, 2]].sum()).backward()
         with pytest.raises(RuntimeError, match="leaf"):
             net.inner.bias[5] = 0.0
     with pytest.raises(InputError, match="no_grad"):
         (ours.inner.weight * 2)[1:3].mul_(3.0)
+    with pytest.raises(InputError, match=r"quantile of a sharded .* of \.detach\(\)"):
+        torch.quantile(ours.inner.weight, 0.3, dim=0)
+    rows = ours.inner.weight.detach()
+    with pytest.raises(InputError, match="share elements.*one after the other"):
+        torch._foreach_mul_([rows[1:3], rows[2]], 2.0)
     for name in ("weight", "bias"):
         mine, full = (getattr(net.inner, name).grad for net in (ours, theirs))
         assert (mine.full_tensor() - full).abs().max() < 1e-12, name
@@ -177,6 +194,7 @@ def _in_blocks() -> None:
         lambda: weight.__setitem__(0, 0.0),
         lambda: weight[0].zero_(),
         lambda: weight.index_fill_(0, torch.tensor([3]), 0.3),
+        lambda: torch._foreach_zero_([weight[0]]),
     ]
     for write in writes:
         with pytest.raises(InputError, match="in blocks"):
