@@ -208,7 +208,9 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load nn.Module's state dict of full tensors, of which every rank copies its part in place."""
         self._autopar.tensors.require_placed()
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        self._autopar.tensors.accept_changes()
+        return result
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,

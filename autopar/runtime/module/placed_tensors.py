@@ -35,6 +35,7 @@ from autopar.runtime.module.loss_scaling import computes_in_half, refuse_infinit
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
+from autopar.runtime.module.parameter_changes import ParameterChanges
 from autopar.runtime.module.rank_states import RankStates, State
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.user_tree import UserTree, came_later
@@ -72,6 +73,7 @@ class PlacedTensors:
         self.pipeline = Pipeline()
         self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+        self.changes: ParameterChanges | None = None  # once they are placed
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
     @property
@@ -127,6 +129,7 @@ class PlacedTensors:
         refuse_infinite(self.tree, lambda: is_half[0])
         step_whole(self, mesh, staged=self.pipeline.is_staged)
         step_fast(self, mesh)
+        self.changes = ParameterChanges(self.tree, mesh, staged=self.pipeline.is_staged)
 
     def _take_plain_tensors(self, owner: PlacedTensors, mesh: DeviceMesh) -> None:
         """Let parameters meet plain tensors outside of the program while `owner` lives."""
@@ -252,6 +255,11 @@ class PlacedTensors:
             self._take_plain_tensors(twin, self._mesh[1])
             twin._look_at_steps(self._mesh[1])
         return twin
+
+    def accept_changes(self) -> None:
+        """Take what has been written to parameters for written by all ranks alike."""
+        if self.changes is not None:
+            self.changes.accept()
 
     # -- what ranks hold --------------------------------------------------------------------------
 

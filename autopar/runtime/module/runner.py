@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.core.part import Part, whole
 from autopar.errors import InputError
 from autopar.results.plan import Plan
-from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.collectives.roll_call import collective, wait_at_most
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.execute.bound_program import Bound
 from autopar.runtime.execute.executable import Executable, StagedExecutable
@@ -85,6 +85,7 @@ class Runner:
         quiet: bool,
     ) -> None:
         keep_freed_memory()
+        wait_at_most(timeout)
         rank = dist.get_rank()
         running = Running(
             device,
@@ -117,7 +118,7 @@ class Runner:
 
         With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
         """
-        with collective("forward"):
+        with collective("forward", compares=True):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +148,7 @@ class Runner:
         mean of (samples, labels that are kept, a mask), and as they are in a sum. Every rank passes the
         global batch.
         """
-        with collective("train_step"):
+        with collective("train_step", compares=True):
             return self._step(args, kwargs, learn=True)
 
     @contextmanager
@@ -162,7 +163,7 @@ class Runner:
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
-        with collective("eval_step"):
+        with collective("eval_step", compares=True):
             return self._step(args, kwargs, learn=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
@@ -212,7 +213,8 @@ class Runner:
             modes = (module.training for module in self.tree.modules)
             structure = self._local.structure(call) if self._local else ()
             whole, random = self.tensors.whole(), self._random_state()
-            self._agreement.check(call, modes, whole, random=random, structure=structure)
+            changes = self.tensors.changes
+            self._agreement.check(call, modes, whole, random=random, structure=structure, changes=changes)
 
     def _random_state(self) -> bytes:
         """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
@@ -315,7 +317,7 @@ class Runner:
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         call = flatten_arguments(args, kwargs)
-        with collective("prepare"):
+        with collective("prepare", compares=True):
             self._agreement.check_shapes(call)
             program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):
