@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ REMEMBERED = 32  # calls
 KEY = "autopar/roll_call/{rank}"
 TIMEOUT = timedelta(minutes=10)  # of a meeting, where no module says another
 _NONE = Call("no call", "", 0)
+T = TypeVar("T")
 
 
 class RollCall:
@@ -290,6 +291,12 @@ def compare(parts: Sequence[Part]) -> list[Statement] | None:
     """Compare parts as `RollCall.compare` does, in the call that this rank is in; collective."""
     roll_call = _roll_call()
     return None if roll_call is None else roll_call.compare(parts)
+
+
+def everybody(mine: T) -> list[T]:
+    """What each rank says, rank 0 first; collective."""
+    roll_call = _roll_call()
+    return [mine] if roll_call is None else roll_call._meetings.everybody(mine)
 
 
 def last_call() -> int:

@@ -19,7 +19,7 @@ from autopar.trace.user_source import shown_path
 
 DIGEST_BYTES = 7  # a number that fits an int64 with either sign
 BACKWARD = "backward of"  # begins the name of a call that autograd makes
-SHOWN = 24  # characters of a value that an error repeats
+SHOWN = 60  # characters of a value that an error repeats
 REMEDY = (
     "call state_dict, and whatever reads sharded tensors, on every rank, and save on one; "
     "change what forward reads on every rank alike"

@@ -15,11 +15,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import InputError
 from autopar.runtime.collectives import roll_call, transport
 from autopar.runtime.collectives.statements import Part, Statement, unlike
 from autopar.runtime.module.parameter_changes import ParameterChanges
@@ -35,6 +37,10 @@ SHORT_BYTES = 4096  # of a tensor that is compared byte by byte
 _WORD = 8  # bytes
 ROUNDING = 8  # epsilons of a tensor's largest number, by which replicas may differ
 
+Copy = tuple[str, str, Tensor]  # a tensor's name, which rows of it some ranks have, and these
+_Key = tuple[str, str]
+T = TypeVar("T")
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object that says nothing else of itself
 
 _BATCH = (
@@ -44,6 +50,7 @@ _BATCH = (
 _GRAPH = "pass the same graph, whole, on every rank"
 _CALL = "make the same calls on all ranks, in the same modes"
 _STATE = "change it on all ranks alike, or call load_state_dict of the parallel module"
+_STATE_READ = "change what forward reads, and what learns, on every rank alike"
 _RANDOM = "seed all ranks alike, which exact_random needs"
 
 
@@ -64,9 +71,12 @@ class Agreement:
         random: bytes = b"",
         structure: Iterable[tuple[str, bytes]] = (),
         changes: ParameterChanges | None = None,
+        program: str = "",
+        copies: Iterable[Copy] | None = None,
     ) -> None:
         """Compare a call; `held` are tensors that every rank has whole, `random` is what its masks follow
-        from, `structure` tells of inputs that are equal where others are parts. Collective.
+        from, `structure` tells of inputs that are equal where others are parts, `program` says whether
+        one is there, `copies` are what some other ranks have too, None if nobody has such. Collective.
 
         Raises InputError on every rank where they differ.
         """
@@ -80,12 +90,34 @@ class Agreement:
         if not whole and not roll_call.meets():
             return
         known = dict(held) if self._count <= FIRST or self._count % STRIDE == 0 else {}
-        parts = self._parts(call, modes, known.items(), random, whole=whole)
+        parts = (
+            *self._parts(call, modes, known.items(), random, whole=whole),
+            Part("the program of this call", _STATE_READ, program.encode()),
+        )
         graphs = (Part(name, _GRAPH, digest) for name, digest in structure)
         free = changes.free if changes else set()
         if compare((*parts, *(changes.parts() if changes else ()), *graphs), known, free=free):
             assert changes is not None
             changes.let_differ()
+
+        if copies is not None and (self._count <= FIRST or self._count % STRIDE == 0):
+            compare_copies(copies)
+
+    def check_state(
+        self,
+        held: Iterable[tuple[str, Tensor]],
+        changes: ParameterChanges | None,
+        copies: Iterable[Copy] | None,
+    ) -> None:
+        """Compare parameters and buffers before they are saved, as a call does; collective."""
+        known = dict(held)
+        parts = [Part(name, _STATE, _bytes(tensor, whole=True)) for name, tensor in known.items()]
+        free = changes.free if changes else set()
+        if compare((*parts, *(changes.parts() if changes else ())), known, free=free):
+            assert changes is not None
+            changes.let_differ()
+        if copies is not None:
+            compare_copies(copies)
 
     def check_change(self, name: str, values: str) -> None:
         """Compare what has changed of all that forward reads, and the numbers of now; collective."""
@@ -177,6 +209,49 @@ def compare(
     if not apart or not _settled(apart - set(free), held or {}):
         raise unlike(statements, calling_line())
     return not apart.isdisjoint(free)
+
+
+def compare_copies(copies: Iterable[Copy]) -> None:
+    """Raise InputError on every rank if some that have the same rows of a tensor differ in them by more than
+    roundings; collective."""
+    mine = {(name, rows): tensor for name, rows, tensor in copies}
+    sums = {key: _bytes(tensor, whole=True) for key, tensor in mine.items()}
+    told = _by_key(roll_call.everybody(sums))
+    apart = {key for key, values in told.items() if len(set(values.values())) > 1}
+    if not apart:
+        return
+    sizes = {key: _size(tensor) for key, tensor in mine.items() if key in apart}
+    for key, found in sorted(_by_key(roll_call.everybody(sizes)).items()):
+        usual, *others = found
+        for rank in others:
+            if not _are_near(found[rank], found[usual]):
+                raise InputError(
+                    where=calling_line(),
+                    found=f"{key[0]} on rank {rank} unlike that on rank {usual}",
+                    wanted="the same on all ranks that have it",
+                    remedy=_STATE,
+                )
+
+
+def _by_key(told: Sequence[Mapping[_Key, T]]) -> dict[_Key, dict[int, T]]:
+    """What ranks say of each key, by rank."""
+    found: dict[_Key, dict[int, T]] = {}
+    for rank, items in enumerate(told):
+        for key, value in items.items():
+            found.setdefault(key, {})[rank] = value
+    return found
+
+
+def _size(tensor: Tensor) -> tuple[float, float, float]:
+    """The sum, the largest element, and how far sums may lie apart by roundings; nothing where one is NaN."""
+    values = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    rounding = ROUNDING * torch.finfo(tensor.dtype).eps * largest if tensor.is_floating_point() else 0.0
+    return float(values.sum().real), largest, rounding * values.numel()
+
+
+def _are_near(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    return abs(one[0] - other[0]) <= other[2] and abs(one[1] - other[1]) <= other[2] and other[2] > 0
 
 
 def _apart(statements: Sequence[Statement]) -> set[str]:

@@ -200,8 +200,7 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return nn.Module's state dict, with serial names and full tensors on all ranks; a collective."""
-        self._autopar.tensors.require_placed()
-        with self._autopar.tensors.gathering("state_dict"):
+        with self._autopar.saving("state_dict"):
             state = super().state_dict(*args, **kwargs)
         return self._autopar.tree.in_order(state, kwargs.get("prefix", ""))
 

@@ -93,12 +93,13 @@ class ParameterChanges:
         self._versions = self._read()
 
     def _read(self) -> list[int]:
+        """The versions of parameters: a DTensor's own count writes to it, its part's those to that."""
         held = [item for module in self._tree.modules for item in module._parameters.values()]
-        mine = [item._local_tensor if type(item) is DTensor else item for item in held if item is not None]
+        mine = [(item, item._local_tensor) for item in held if type(item) is DTensor]
         try:
-            return [item._version for item in mine]
+            return [item._version + part._version for item, part in mine]
         except RuntimeError:  # tensors of torch.inference_mode have no versions
-            return [0 if item.is_inference() else item._version for item in mine]
+            return [0 if part.is_inference() else item._version + part._version for item, part in mine]
 
     def _written(self) -> list[str]:
         """Names of parameters that were written beside steps."""
@@ -112,7 +113,8 @@ class ParameterChanges:
         return [names[place] for place, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
 
     def _names(self) -> list[str]:
-        return [name for name, item in self._tree.named_tensors() if isinstance(item, nn.Parameter)]
+        named = self._tree.named_tensors()
+        return [name for name, item in named if isinstance(item, nn.Parameter) and type(item) is DTensor]
 
 
 def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:

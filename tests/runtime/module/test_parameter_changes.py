@@ -105,7 +105,13 @@ def another_option(training: Training, x: Tensor, y: Tensor) -> bool:
 
 @torch.no_grad()
 def a_write(training: Training, x: Tensor, y: Tensor) -> bool:
-    training.model.first.weight.to_local().mul_(3)
+    training.model.first.weight.mul_(3)
+    return False
+
+
+@torch.no_grad()
+def a_write_to_its_part(training: Training, x: Tensor, y: Tensor) -> bool:
+    training.model.second.bias.to_local().mul_(3)
     return False
 
 
@@ -124,6 +130,7 @@ APART: dict[str, Callable[[Training, Tensor, Tensor], bool]] = {
     r"lr of SGD on rank 1 \(0\.5\) unlike that on rank 0 \(0\.1\)": another_rate,
     r"options of SGD on rank 1 unlike": another_option,
     r"writes to parameters beside steps on rank 1 \(first\.weight\) unlike .*\(none\)": a_write,
+    r"writes to parameters beside steps on rank 1 \(second\.bias\) unlike": a_write_to_its_part,
     r"train or eval mode": another_mode,
 }
 
@@ -140,6 +147,28 @@ def test_a_rank_that_parts_is_found_at_once(pools: Pools, force: str, pattern: s
     for message in pools(2).run(_parts, force, pattern, timeout=30.0):
         assert re.search(pattern, message), message
         assert len(set(re.findall(r"test_parameter_changes\.py:\d+", message))) >= 1, "a line of the user's"
+
+
+def _copy(saves: bool, gap: float) -> str:
+    """What four ranks say where one has written, past versions, to a copy that another has, too."""
+    compiler = forced_compiler(Mesh((2, 2)), ["batch", "filter"], pipeline=Pipeline())
+    model: Any = ParallelModule(Net(), compiler, describe=describe, device=torch.device("cpu"))
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+    model.prepare(x, y)
+    if dist.get_rank() == 3:
+        model.first.weight.data.mul_(1 + gap)
+    try:
+        model.state_dict() if saves else model(x, y)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_copies_of_split_weights_are_compared(pools: Pools, saves: bool) -> None:
+    for message in pools(4).run(_copy, saves, 2.0):
+        assert "parameter or buffer first.weight on rank 3 unlike that on rank 1, wanted the same" in message
+    assert pools(4).run(_copy, saves, 1e-7) == [""] * 4, "a rounding is let pass"
 
 
 def _alike() -> float:
