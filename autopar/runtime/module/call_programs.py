@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.placement import Layout
@@ -165,7 +166,8 @@ class CallPrograms:
                 if method is not None:
                     error.add_remedy(inside(method.f_code.co_name))
                 raise
-            self.cache.add(self._key(call, step=step, place=place), entry)
+            if self.cache.add(self._key(call, step=step, place=place), entry):
+                FakeTensorMode.cache_clear()  # torch's own, which has what was traced of every shape so far
         return entry
 
     def _new_entry(
