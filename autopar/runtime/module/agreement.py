@@ -212,8 +212,7 @@ def compare(
 
 
 def compare_copies(copies: Iterable[Copy]) -> None:
-    """Raise InputError on every rank if some that have the same rows of a tensor differ in them by more than
-    roundings; collective."""
+    """Raise InputError on every rank where copies of the same rows differ beyond roundings; collective."""
     mine = {(name, rows): tensor for name, rows, tensor in copies}
     sums = {key: _bytes(tensor, whole=True) for key, tensor in mine.items()}
     told = _by_key(roll_call.everybody(sums))

@@ -114,7 +114,7 @@ class ParameterChanges:
 
     def _names(self) -> list[str]:
         named = self._tree.named_tensors()
-        return [name for name, item in named if isinstance(item, nn.Parameter) and type(item) is DTensor]
+        return [name for name, item in named if isinstance(item, nn.Parameter) and isinstance(item, DTensor)]
 
 
 def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:
