@@ -1,11 +1,19 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all.
+
+text ─ draft of a new name, synced ─ rename ─ path        a crash leaves the old file, or the new one
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from autopar.errors import InputError
+
+_MODE = 0o666  # of a new file, as far as the process's mask allows
 
 
 def write_whole(path: Path, text: str, *, where: str) -> None:
@@ -13,16 +21,46 @@ def write_whole(path: Path, text: str, *, where: str) -> None:
 
     Raises InputError for `where`, leaving what was there, if the file can't be written.
     """
-    draft = path.parent / f"{path.name}.part"
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        _replace(path, text)
     except (OSError, ValueError) as cause:  # a ValueError of a name that no file can have
-        with suppress(OSError, ValueError):
-            draft.unlink(missing_ok=True)
         raise InputError(
             where=where,
             found=getattr(cause, "strerror", None) or str(cause),
             wanted="a file that can be written",
             remedy="name another path",
         ) from cause
+
+
+def _replace(path: Path, text: str) -> None:
+    number, draft = tempfile.mkstemp(prefix=f".{path.name[:40]}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(number, _mode_of(path))
+            file.flush()
+            os.fsync(number)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+    with suppress(OSError):  # file systems that can't
+        _sync_folder(path.parent)
+
+
+def _mode_of(path: Path) -> int:
+    """The permissions of the file that is there, those of a new one else."""
+    with suppress(FileNotFoundError):
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return _MODE & ~mask
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -4,7 +4,9 @@ placement_moves   torch.ops.autopar.<from>_to_<to>
 convolution       convolutions whose rows are split
 batch_norm        batch norm whose statistics span ranks
 random            masks of random operators
-roll_call         where ranks wait for each other
+roll_call         the number of each call; where ranks wait for each other
+meetings          a channel on which ranks say what they are about to do
+statements        what they say there, and errors where they differ
 groups            process groups by key
 transport         tensors between ranks, by the fastest way of each backend
 started_moves     gathers, scatters and sums in two halves

@@ -1,13 +1,15 @@
-"""Says where ranks wait for each other, and ends them where they never meet.
+"""Knows each collective call by its number, and has all ranks meet before its tensors travel.
 
-Calls that are collective are numbered. A thread beside them tells the others through the store of the process
-group, once a second and only what is new, so that a call itself costs little:
+    rank 0   4 forward   5 backward of 4 --.
+    rank 1   4 forward   5 forward --------+-> another call on rank 1: an error on both, with both lines
 
-    rank 0   4 forward   5 state_dict ----- waits -----.
-    rank 1   4 forward   5 forward    6 forward        '-> call 5 is another one on rank 1: an error
+What ranks must have in common is compared there too: `compare`.
 
-A rank that has waited long in a call which another one has not come to says so, once. The line of a call is
-found by the thread that makes it: to read the frames of another, which goes on meanwhile, may crash Python.
+A rank may wait where others never come: in an exchange of the user's own, or at a meeting after the others'
+end. So a thread beside the calls tells the others through the store of the process group, once a second
+and only what is new, where this rank is. One that has waited long in a call which another one has not come
+to says so, once. The line of a call is found by the thread that makes it: to read the frames of another,
+which goes on meanwhile, may crash Python.
 """
 
 from __future__ import annotations
@@ -17,38 +19,40 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from autopar.errors import InputError
+from autopar.errors import AutoparError
+from autopar.runtime.collectives.local_sockets import PeerError
+from autopar.runtime.collectives.meetings import Meetings
+from autopar.runtime.collectives.statements import (
+    BACKWARD,
+    Call,
+    Part,
+    Statement,
+    digest_of,
+    made_another,
+    other_call,
+    stated,
+)
 from autopar.runtime.launch import worker
-from autopar.trace.user_source import is_library, shown_path
+from autopar.trace.user_source import is_library
 
 TICK = 1.0  # seconds
 PATIENCE = 5.0  # seconds in a call before the others are looked at
 LONG = 30.0  # seconds in a call before the rank says so
 REMEMBERED = 32  # calls
 KEY = "autopar/roll_call/{rank}"
-
-
-class Call(NamedTuple):
-    """A collective call, and the line of the user's code that makes it."""
-
-    name: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.place})"
-
-    @property
-    def place(self) -> str:
-        """File and line, as errors show them."""
-        return f"{shown_path(self.file)}:{self.line}" if self.file else "outside of user code"
+TIMEOUT = timedelta(minutes=10)  # of a meeting, where no module says another
+_NONE = Call("no call", "", 0)
+T = TypeVar("T")
 
 
 class RollCall:
@@ -56,12 +60,14 @@ class RollCall:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = world
+        self._meetings = Meetings.open(world, _timeout)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._main = threading.get_ident()
         self._number, self._calls = 0, dict[int, Call]()
         self._since: float | None = None  # when the call was entered that this rank is in
+        self._is_backward = False  # that call
         self._told = ""
         self._warned = 0
         self._over = threading.Event()
@@ -75,7 +81,56 @@ class RollCall:
         self._calls[number] = Call(name, *_user_line())
         self._calls.pop(number - REMEMBERED, None)
         self._number = number  # once the thread beside finds its call
-        self._since = time.monotonic()
+        self._since, self._is_backward = time.monotonic(), False
+
+    def enter_backward(self, of: int) -> None:
+        """Begin the backward of the call with this number, which ends with the engine's task."""
+        forward = self._calls.get(of, _NONE)
+        self.enter(f"{BACKWARD} {forward.name} {of}")
+        number = self._number
+        mine = self._calls[number]
+        self._calls[number] = mine if mine.file else mine._replace(file=forward.file, line=forward.line)
+        self._is_backward = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(partial(self._leave_backward, number)))
+
+    def _leave_backward(self, number: int) -> None:
+        """Called last in the engine's task: sums of gradients are made by callbacks before."""
+        if self._number == number:
+            self.leave()
+
+    def compare(self, parts: Sequence[Part]) -> list[Statement] | None:
+        """What all ranks say where they differ in a part, None where they don't; collective.
+
+        Raises InputError on every rank if some make another call.
+        """
+        call = self._calls.get(self._number, _NONE)
+        try:
+            if self._meetings.are_alike(digest_of(self._number, call, parts)):
+                return None
+            statements = self._meetings.everybody(stated(self._number, call, parts))
+        except PeerError as lost:
+            raise self._explained(lost, call) from None
+        if (error := other_call(statements, self._rank)) is not None:
+            raise error
+        return statements
+
+    def _explained(self, lost: PeerError, call: Call) -> PeerError:
+        """The error of a meeting to which a rank doesn't come as it has ended; else the error itself."""
+        with suppress(RuntimeError):  # the store has ended with its rank
+            for rank, (state, calls) in self._others().items():
+                if state["ended"]:
+                    return _has_ended(call, self._rank, rank, calls.get(state["number"], _NONE))
+        return lost
+
+    def meets(self) -> bool:
+        """Whether ranks meet for this call, whose parts they need not compare each time."""
+        return self._meetings.is_held(self._number)
+
+    @property
+    def number(self) -> int:
+        """The number of the call that this rank made last."""
+        return self._number
 
     def go_on(self, how: str) -> None:
         """The call of this rank is of another kind than its name alone says."""
@@ -88,8 +143,14 @@ class RollCall:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this rank is in a call."""
+        """Whether this rank is in a call; a backward that raised has left none."""
+        if self._is_backward and self._is_main and torch._C._current_graph_task_id() == -1:
+            self.leave()
         return self._since is not None
+
+    @property
+    def _is_main(self) -> bool:
+        return threading.get_ident() == self._main
 
     def end(self) -> None:
         """Tell the others that this rank has come to its end."""
@@ -129,17 +190,12 @@ class RollCall:
     def _look(self, number: int, waited: float) -> None:
         """Compare the call that this rank waits in with those of the others."""
         mine, absent = self._calls[number], []
-        for rank in range(self._size):
-            key = KEY.format(rank=rank)
-            if rank == self._rank or not self._store.check([key]):
-                continue
-            other = json.loads(self._store.get(key))
-            calls = {int(at): Call(*call) for at, call in other["calls"].items()}
+        for rank, (other, calls) in self._others().items():
             theirs = calls.get(number)
             if theirs is not None and theirs.name != mine.name:
-                self._fail(mine, f"rank {rank} made another call instead, {theirs}")
+                self._fail(made_another(mine, self._rank, rank, theirs))
             if other["ended"] and other["number"] < number:
-                self._fail(mine, f"rank {rank} has ended")
+                self._fail(_has_ended(mine, self._rank, rank, calls.get(other["number"], _NONE)))
             if other["number"] < number:
                 absent.append(f"rank {rank} was last in {calls.get(other['number'], 'no call')}")
         if absent and waited > LONG and self._warned != number and self._number == number:
@@ -147,19 +203,32 @@ class RollCall:
             where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
 
-    def _fail(self, call: Call, found: str) -> None:
-        if self._over.is_set() or not self.is_inside:
+    def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, Call]]]:
+        """What the other ranks have told of themselves, and their last calls by number."""
+        found = {}
+        for rank in range(self._size):
+            key = KEY.format(rank=rank)
+            if rank != self._rank and self._store.check([key]):
+                state = json.loads(self._store.get(key))
+                found[rank] = state, {int(at): Call(*call) for at, call in state["calls"].items()}
+        return found
+
+    def _fail(self, error: AutoparError) -> None:
+        if self._over.is_set() or self._since is None:
             return
         self._over.set()
-        worker.fail(
-            InputError(
-                where=f"{call.name} on rank {self._rank} ({call.place})",
-                found=found,
-                wanted="the same collective calls on all ranks",
-                remedy="call state_dict, and whatever reads sharded tensors, on every rank, and save on one; "
-                "change what forward reads on every rank alike",
-            )
-        )
+        worker.fail(error)
+
+
+def _has_ended(call: Call, rank: int, other: int, last: Call) -> PeerError:
+    return PeerError(
+        where=f"{call.name} on rank {rank} ({call.place})",
+        found=f"rank {other} has ended, after {last}",
+        wanted="all ranks until the last call",
+        remedy="see that rank's own output; look for sys.exit, a loader with fewer batches, or a loop that "
+        "ends by what one rank alone sees",
+        ended=other,
+    )
 
 
 def _user_line() -> tuple[str, int]:
@@ -171,31 +240,80 @@ def _user_line() -> tuple[str, int]:
 
 
 _current: RollCall | None = None
+_timeout = TIMEOUT
 
 
-@contextmanager
-def collective(name: str) -> Iterator[None]:
-    """Around a call that all ranks make, or none; a call inside another one is a part of it."""
+def wait_at_most(timeout: timedelta) -> None:
+    """Let meetings end after so long; before the first call that is collective."""
+    global _timeout
+    _timeout = timeout
+
+
+def _roll_call() -> RollCall | None:
+    """The roll call of the world as it is, None for a rank alone; collective the first time."""
     global _current
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
-        yield
-        return
+        return None
     if _current is not None and _current.world is not world:
         _current.end()
         _current = None
     _current = _current or RollCall(world)
-    if _current.is_inside or threading.get_ident() != _current._main:
+    return _current
+
+
+@contextmanager
+def collective(name: str, *, compares: bool = False) -> Iterator[None]:
+    """Around a call that all ranks make, or none; a call inside another one is a part of it.
+
+    All ranks meet first, or in the call itself, if that `compares` what they pass.
+    """
+    roll_call = _roll_call()
+    if roll_call is None or not roll_call._is_main or roll_call.is_inside:
         yield
         return
-    _current.enter(name)
+    roll_call.enter(name)
     try:
+        if not compares and roll_call.meets():
+            roll_call.compare(())
         yield
     finally:
-        _current.leave()
+        roll_call.leave()
+
+
+def meets() -> bool:
+    """Whether ranks meet for the call that this rank is in; never where it is alone."""
+    roll_call = _roll_call()
+    return roll_call is not None and roll_call.meets()
+
+
+def compare(parts: Sequence[Part]) -> list[Statement] | None:
+    """Compare parts as `RollCall.compare` does, in the call that this rank is in; collective."""
+    roll_call = _roll_call()
+    return None if roll_call is None else roll_call.compare(parts)
+
+
+def everybody(mine: T) -> list[T]:
+    """What each rank says, rank 0 first; collective."""
+    roll_call = _roll_call()
+    return [mine] if roll_call is None else roll_call._meetings.everybody(mine)
+
+
+def last_call() -> int:
+    """The number of the call that this rank made last, for `backward_begins`."""
+    return 0 if _current is None else _current.number
+
+
+def backward_begins(of: int) -> None:
+    """Inside backward, before anything else of it: meet as the backward of that call."""
+    by_engine = torch.cuda.is_initialized()  # whose own thread runs a GPU's backward
+    if _current is not None and (_current._is_main or by_engine) and not _current.is_inside:
+        _current.enter_backward(of)
+        if _current.meets():
+            _current.compare(())
 
 
 def go_on(how: str) -> None:
     """Say what the collective call that this rank is in does, which all ranks must do in it."""
-    if _current is not None and _current.is_inside and threading.get_ident() == _current._main:
+    if _current is not None and _current.is_inside and _current._is_main:
         _current.go_on(how)

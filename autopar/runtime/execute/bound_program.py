@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.collectives.random import Stream, drawing_from, draws
+from autopar.runtime.collectives.roll_call import backward_begins, last_call
 from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
@@ -94,17 +95,24 @@ class Bound:
             self._leaves.release()
         with drawing_from(self._stream.next(), self._device) if self._stream else nullcontext():
             outputs = run_and_write(self.executable, self._run, values)
-        self._hear_plain_gradients(outputs)
+        self._hear_gradients(outputs)
         return self.executable.rebuild(
             outputs if self._local_outputs else unread(outputs, self.executable.outputs)
         )
 
     @staticmethod
-    def _hear_plain_gradients(outputs: Sequence[Tensor]) -> None:
-        """A loss to which a penalty on parameters, a DTensor, is added gets a DTensor as its gradient."""
+    def _hear_gradients(outputs: Sequence[Tensor]) -> None:
+        """Have ranks meet where backward begins. A loss to which a penalty on parameters, a DTensor, is added
+        gets a DTensor as its gradient."""
+        number = last_call()
+
+        def hear(gradient: Tensor) -> Tensor | None:
+            backward_begins(number)
+            return plain_gradient(gradient)
+
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(plain_gradient)
+                output.register_hook(hear)
 
     def compile(self, *, tells: bool) -> None:
         """Compile the program, at its next call."""

@@ -43,6 +43,7 @@ from autopar.core.user_text import is_file
 from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
+from autopar.runtime.launch.rank_files import never_joined, where_are
 
 Result = TypeVar("Result")
 
@@ -137,9 +138,9 @@ def _launch(
     with (
         tempfile.TemporaryDirectory(prefix="autopar-") as logs,
         _environment(num_processes, variables or {}),
-        _signals(timeout),
+        _signals(timeout, Path(logs)) as late,
         _short_grace(),
-        _watching() as stopped,
+        _watching(Path(logs), num_processes) as stopped,
         _quiet(),
         _lines(),
     ):
@@ -150,11 +151,11 @@ def _launch(
         except ChildFailedError as error:
             # Agents list failures as they see them; the time stamps would be whole seconds only.
             rank, failure = next(iter(error.failures.items()))
-            raise _worker_error(f"rank {rank} of {num_processes}", failure) from None
+            raise _worker_error(rank, num_processes, failure) from None
         except SignalException as error:
             _end_all_but(others)
             _end_tails()
-            raise (stopped[0] if stopped else _interruption(error.sigval, timeout)) from None
+            raise (stopped[0] if stopped else _interruption(error.sigval, timeout, late)) from None
 
 
 def _children() -> set[int]:
@@ -216,11 +217,13 @@ def _config(num_processes: int, logs: str) -> LaunchConfig:
     )
 
 
-def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
-    wanted = "ranks that all run to their end"
+def _worker_error(rank: int, num_processes: int, failure: ProcessFailure) -> WorkerError:
+    where, wanted = f"rank {rank} of {num_processes}", "ranks that all run to their end"
     message = failure.error_file_data["message"]
     if isinstance(message, dict):  # recorded by the rank itself
         found, traceback = message["message"], message["extraInfo"]["py_callstack"]
+        if (ended := message["extraInfo"].get(worker.ENDED)) is not None:
+            where = f"rank {ended} of {num_processes}, which others wait for"
         return WorkerError(
             where=where,
             found=found,
@@ -237,14 +240,14 @@ def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
     return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
 
 
-def _interruption(number: signal.Signals, timeout: float | None) -> BaseException:
+def _interruption(number: signal.Signals, timeout: float | None, late: Sequence[str]) -> BaseException:
     match number:
         case signal.SIGINT:
             return KeyboardInterrupt()
         case signal.SIGALRM:
             return WorkerError(
                 where="all ranks",
-                found=f"still running after {timeout} s",
+                found=f"still running after {timeout} s" + "".join(f": {where}" for where in late if where),
                 wanted="an end before that",
                 remedy="raise the timeout, or look for ranks that wait for each other",
             )
@@ -269,21 +272,24 @@ def _environment(num_processes: int, variables: Mapping[str, str]) -> Iterator[N
 
 
 @contextmanager
-def _signals(timeout: float | None) -> Iterator[None]:
-    """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal."""
+def _signals(timeout: float | None, logs: Path) -> Iterator[list[str]]:
+    """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal. Yields
+    where the ranks are when it comes."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    signal.signal(signal.SIGALRM, _expired)
+    others, late = _children(), list[str]()
+
+    def expired(number: int, _frame: FrameType | None) -> NoReturn:
+        late.append(where_are(logs, _children() - others))
+        raise SignalException("the time is up", signal.Signals(number))
+
+    signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, timeout or 0)
     try:
-        yield
+        yield late
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _expired(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SignalException("the time is up", signal.Signals(number))
 
 
 @contextmanager
@@ -299,23 +305,22 @@ def _short_grace() -> Iterator[None]:
 
 
 @contextmanager
-def _watching() -> Iterator[list[WorkerError]]:
-    """Within, a thread looks at the ranks; what it says of one that has been stopped for too long, after
-    which it rings the alarm."""
+def _watching(logs: Path, num_processes: int) -> Iterator[list[WorkerError]]:
+    """Within, a thread looks at the ranks; what it says of one that has been stopped for too long, or that
+    others wait for in vain, after which it rings the alarm."""
     found: list[WorkerError] = []
     over = threading.Event()
     others = _children()
 
     def look() -> None:
         looks = Counter[int]()
-        while not over.wait(LOOK_SECONDS):
-            for pid in _children() - others:
-                process = process_of(pid)
-                looks[pid] = looks[pid] + 1 if is_stopped(process) else 0
-                if looks[pid] * LOOK_SECONDS >= STOPPED_SECONDS:
-                    found.append(_stopped(process))
-                    os.kill(os.getpid(), signal.SIGALRM)
-                    return
+        while not over.wait(LOOK_SECONDS) and not found:
+            ranks = _children() - others
+            found.extend(_stopped(process_of(pid)) for pid in ranks if _has_stopped(pid, looks))
+            if (absent := never_joined(logs)) is not None:
+                found.append(_absent(absent, num_processes))
+        if found:
+            os.kill(os.getpid(), signal.SIGALRM)
 
     thread = threading.Thread(target=look, daemon=True, name="autopar-watch")
     thread.start()
@@ -324,6 +329,21 @@ def _watching() -> Iterator[list[WorkerError]]:
     finally:
         over.set()
         thread.join()
+
+
+def _has_stopped(pid: int, looks: Counter[int]) -> bool:
+    """Whether a rank has been stopped for too long, by the looks at it."""
+    looks[pid] = looks[pid] + 1 if is_stopped(process_of(pid)) else 0
+    return looks[pid] * LOOK_SECONDS >= STOPPED_SECONDS
+
+
+def _absent(rank: str, num_processes: int) -> WorkerError:
+    return WorkerError(
+        where=f"rank {rank} of {num_processes}",
+        found="its end, with exit code 0, before it joined the others, which wait for it",
+        wanted="a script that comes to parallelize on every rank",
+        remedy="look for sys.exit, or a branch on the rank, before parallelize",
+    )
 
 
 def _stopped(process: RankProcess) -> WorkerError:

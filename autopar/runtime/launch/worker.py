@@ -13,19 +13,24 @@ a rank that raised stays for a moment, so that the launcher always sees one fail
 Two habits of torch at the end of the interpreter are worked around. A gloo thread that lets go of a
 tensor wants the interpreter's lock, and aborts the process if that is ending; so a rank that succeeds
 leaves its groups first, and gives the threads of those that something still holds time to settle. With
-a collective under way that nobody joins the end waits for its timeout, so a rank that fails skips it.
+a collective under way that nobody joins the end waits for its timeout, so a rank that fails skips it. What
+the interpreter's end would have done for the user it does itself: handlers of atexit run, files are flushed.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import io
+import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from traceback import format_exception
@@ -38,17 +43,19 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
+from autopar.runtime.launch import rank_files
 from autopar.trace.user_source import is_tool
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
+ENDED = "ended rank"  # in what a rank leaves to the launcher, which it waited for
 LINGER = 1.0  # seconds; ten polls of the launcher, so that a slow one still sees who came first
+TIDY_SECONDS = 3.0  # for handlers of atexit and files of a rank that fails
 SETTLE = 0.1  # seconds in which an idle thread gets a core, also on a busy machine
 PROCESS_GROUP_TIMEOUT = 600.0  # seconds; torch's own are 30 minutes for gloo and 10 for NCCL
 REFUSED = (
     InputError.exit_code,
     SolverError.exit_code,
 )  # with which a rank ends that autopar refused something
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable that says where torch writes the traceback
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -85,13 +92,15 @@ def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT
         )
     if dist.is_torchelastic_launched():
         guard(os.getppid())
+    rank_files.mark(rank_files.JOINING)
     limit = timedelta(seconds=timeout)
     if device_kind == "cpu":
         dist.init_process_group("gloo", timeout=limit)
-        return
-    device = torch.device("cuda", local_rank())
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=limit, device_id=device)
+    else:
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=limit, device_id=device)
+    rank_files.mark(rank_files.JOINED)
 
 
 def local_rank() -> int:
@@ -126,15 +135,33 @@ def leave() -> None:
 
 def end(code: int) -> NoReturn:
     """End without the interpreter's own ending, which may wait for collectives."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever ends needs no more of it
+    late = threading.Timer(TIDY_SECONDS, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    atexit.unregister(leave)
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    _flush_files()
     os._exit(code)
+
+
+def _flush_files() -> None:
+    """Write out what the user's open files hold."""
+    for each in gc.get_objects():
+        if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with suppress(BaseException):
+                each.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
 
 
 def fail(error: AutoparError) -> NoReturn:
     """End this rank with an error, from a thread beside a call that waits for ever."""
     print(f"autopar: {error}", file=sys.stderr, flush=True)
-    if LAUNCHER in os.environ and _ERROR_FILE in os.environ:
+    if LAUNCHER in os.environ and rank_files.ERROR_FILE in os.environ:
         try:
             raise error
         except AutoparError as raised:
@@ -160,14 +187,23 @@ class _LastWords(ErrorHandler):
     """
 
     def record_exception(self, e: BaseException) -> NoReturn:
-        path = os.environ[_ERROR_FILE]
-        os.environ[_ERROR_FILE] = draft = f"{path}.draft"
+        path = os.environ[rank_files.ERROR_FILE]
+        os.environ[rank_files.ERROR_FILE] = draft = f"{path}.draft"
         if isinstance(e, AutoparError) and e.exit_code in REFUSED:
             _leave_users_frames(e)
         super().record_exception(e)
+        if (ended := getattr(e, "ended", None)) is not None:
+            _add(Path(draft), ended)
         os.replace(draft, path)
         time.sleep(LINGER)
         end(e.exit_code if isinstance(e, AutoparError) else 1)
+
+
+def _add(draft: Path, ended: int) -> None:
+    """Let the launcher know which rank has ended before."""
+    told = json.loads(draft.read_text())
+    told["message"]["extraInfo"][ENDED] = ended
+    draft.write_text(json.dumps(told))
 
 
 def _leave_users_frames(error: AutoparError) -> None:
@@ -205,6 +241,7 @@ def run(script: str) -> None:
     except SystemExit as ended:
         if code := _exit_code(ended):
             end(code)
+    rank_files.mark(rank_files.ENDED)
 
 
 def _exit_code(ended: SystemExit) -> int:
@@ -222,6 +259,9 @@ def _exit_code(ended: SystemExit) -> int:
 def main() -> None:
     """Run the script that the command line names; the exit code is the script's own."""
     guard(int(os.environ[LAUNCHER]))
+    rank_files.answer_where()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `autopar.runtime` has set it for its imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Lines leave whole, and at once: a killed rank must not lose its last ones.

@@ -28,5 +28,6 @@ clipping           gradient clipping over stages
 loss_scaling       loss scaling for float16 over stages; steps without it that overflow
 sampler            which samples each rank loads
 agreement          what ranks must have in common
+parameter_changes   what steps and writes have done to parameters since the last call
 local_inputs       calls where every rank passes its own samples
 """

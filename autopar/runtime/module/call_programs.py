@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.placement import Layout
@@ -140,6 +141,16 @@ class CallPrograms:
         twin._inherited = [*self._inherited, *plans]
         return twin
 
+    def known(self, call: Arguments, *, step: bool = False) -> tuple[Entry[Program] | None, str]:
+        """The program that is there for the global `call` or step, else none, and why, to be compared."""
+        self._tensors.tree.check()
+        key = self._key(call, step=step, place=0)
+        if (entry := self.cache.find(key, call)) is not None:
+            return entry, "known"
+        last = next(iter(self.cache.of(key)), None)
+        change = None if last is None else last.guard.change(call.tensors)
+        return None, f"new, as {change} has changed" if change else "new"
+
     def find(self, call: Arguments, *, step: bool = False, place: int = 0) -> Entry[Program]:
         """The program for the global `call`, or of a step for the micro-batch at `place` of it."""
         self._tensors.tree.check()
@@ -155,7 +166,8 @@ class CallPrograms:
                 if method is not None:
                     error.add_remedy(inside(method.f_code.co_name))
                 raise
-            self.cache.add(self._key(call, step=step, place=place), entry)
+            if self.cache.add(self._key(call, step=step, place=place), entry):
+                FakeTensorMode.cache_clear()  # torch's own, which has what was traced of every shape so far
         return entry
 
     def _new_entry(

@@ -200,15 +200,16 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return nn.Module's state dict, with serial names and full tensors on all ranks; a collective."""
-        self._autopar.tensors.require_placed()
-        with self._autopar.tensors.gathering("state_dict"):
+        with self._autopar.saving("state_dict"):
             state = super().state_dict(*args, **kwargs)
         return self._autopar.tree.in_order(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load nn.Module's state dict of full tensors, of which every rank copies its part in place."""
         self._autopar.tensors.require_placed()
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        self._autopar.tensors.accept_changes()
+        return result
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,

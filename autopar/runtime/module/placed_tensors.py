@@ -35,6 +35,7 @@ from autopar.runtime.module.loss_scaling import computes_in_half, refuse_infinit
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
+from autopar.runtime.module.parameter_changes import ParameterChanges
 from autopar.runtime.module.rank_states import RankStates, State
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.user_tree import UserTree, came_later
@@ -72,6 +73,8 @@ class PlacedTensors:
         self.pipeline = Pipeline()
         self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+        self.changes: ParameterChanges | None = None  # once they are placed
+        self.has_copies = False  # on some ranks, but not whole on all
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
     @property
@@ -103,6 +106,7 @@ class PlacedTensors:
             take_empty_lists()
             refuse_torch_clipping(mesh)
             share_infinities(mesh)
+        self.has_copies = any(map(self._is_shared, self._parts.values()))
         serial_model.check_plain(self.tree.root)
         placed = self.tree.place(self._store)
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
@@ -127,6 +131,7 @@ class PlacedTensors:
         refuse_infinite(self.tree, lambda: is_half[0])
         step_whole(self, mesh, staged=self.pipeline.is_staged)
         step_fast(self, mesh)
+        self.changes = ParameterChanges(self.tree, mesh, staged=self.pipeline.is_staged)
 
     def _take_plain_tensors(self, owner: PlacedTensors, mesh: DeviceMesh) -> None:
         """Let parameters meet plain tensors outside of the program while `owner` lives."""
@@ -253,6 +258,11 @@ class PlacedTensors:
             twin._look_at_steps(self._mesh[1])
         return twin
 
+    def accept_changes(self) -> None:
+        """Take what has been written to parameters for written by all ranks alike."""
+        if self.changes is not None:
+            self.changes.accept()
+
     # -- what ranks hold --------------------------------------------------------------------------
 
     def update_states(self) -> None:
@@ -289,6 +299,26 @@ class PlacedTensors:
             if not isinstance(tensor, DTensor) or not any(item.is_shard() for item in tensor.placements):
                 yield f"parameter or buffer {name}", local(tensor)
 
+    def copies(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameters and buffers that some other ranks have too, with the rows that these have.
+
+        Those that every rank has whole are left out.
+        """
+        everywhere = {name for name, _ in self.whole()}
+        for name, tensor in self.named():
+            part = self._parts.get(name)
+            named = f"parameter or buffer {name}"
+            if part is not None and named not in everywhere and self._is_shared(part):
+                yield named, repr(part.part.rows), local(tensor)
+
+    def _is_shared(self, part: InputPart) -> bool:
+        """Whether some of several ranks hold the same rows: of an axis, or of several pipeline ranks."""
+        assert self._mesh is not None
+        axes = zip(self._mesh[0].shape, part.layout, strict=True)
+        along = any(size > 1 and not isinstance(placement, Shard) for size, placement in axes)
+        whole = not self.pipeline.is_staged and not any(isinstance(each, Shard) for each in part.layout)
+        return (along and not whole) or len(self._holders.get(part.target, ())) > 1
+
     def counts(self, name: str) -> bool:
         """Whether this pipeline rank is the one that counts the parameter, of several that hold it."""
         if not self._holders or self._mesh is None:
@@ -313,9 +343,12 @@ class PlacedTensors:
 
     def gathering(self, what: str) -> AbstractContextManager[None]:
         """Within, all parameters and buffers are gathered, which is collective where any is shared."""
-        return (
-            collective(what) if any(item.is_shared for item in self.tree.stored.values()) else nullcontext()
-        )
+        return collective(what) if self.is_gathered else nullcontext()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether ranks need each other to make all parameters and buffers whole."""
+        return dist.get_world_size() > 1 and any(item.is_shared for item in self.tree.stored.values())
 
 
 def group_keys(made: Executable | StagedExecutable) -> set[str]:

@@ -87,17 +87,19 @@ class ProgramCache(Generic[P]):
                 return entry
         return None
 
-    def add(self, key: Key, entry: Entry[P]) -> None:
-        """Take in a program, and drop what has been there too long."""
+    def add(self, key: Key, entry: Entry[P]) -> bool:
+        """Take in a program, and drop what has been there too long; whether anything was."""
         if entry.free is not None and (arguments := entry.free.arguments):
             self._free[arguments] = None
             key = _without(key, arguments)
         entries = self._kinds.pop(key, [])
         entries.insert(0, entry)
         self._kinds[key] = entries
+        drops = len(entries) > STATES or len(self._kinds) > KINDS
         del entries[STATES:]
         while len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
+        return drops
 
 
 def _without(key: Key, arguments: frozenset[int]) -> Key:

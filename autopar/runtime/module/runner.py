@@ -23,18 +23,19 @@ from torch import Tensor, nn
 from autopar.core.part import Part, whole
 from autopar.errors import InputError
 from autopar.results.plan import Plan
-from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.collectives.roll_call import collective, wait_at_most
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.execute.bound_program import Bound
 from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
-from autopar.runtime.module.agreement import Agreement
+from autopar.runtime.module.agreement import Agreement, Copy
 from autopar.runtime.module.call_programs import CallPrograms, Compile, Program, Running
 from autopar.runtime.module.clipping import norm_dtype, scale, total_norm
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.loss_scaling import factor_of
 from autopar.runtime.module.placed_tensors import PlacedTensors
+from autopar.runtime.module.program_cache import Entry
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.parameters import (
@@ -85,6 +86,7 @@ class Runner:
         quiet: bool,
     ) -> None:
         keep_freed_memory()
+        wait_at_most(timeout)
         rank = dist.get_rank()
         running = Running(
             device,
@@ -117,7 +119,7 @@ class Runner:
 
         With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
         """
-        with collective("forward"):
+        with collective("forward", compares=True):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,13 +127,13 @@ class Runner:
             with torch.enable_grad():
                 self.prepare(*args, **kwargs)  # parameters lie where steps want them
         call = flatten_arguments(args, kwargs)
-        self._agree(call)
+        known = self._agree(call)
         if self.tensors.pipeline.is_staged:
             self._require_global("call of the parallel module")
             with torch.no_grad():
                 program = self._program(call)
         else:
-            program = self._program(self._local.whole(call) if self._local else call)
+            program = self._program(self._local.whole(call) if self._local else call, known=known)
         assert not isinstance(program, StagedProgram)
         self._current = program
         with without_autocast(self._running.device.type):
@@ -147,7 +149,7 @@ class Runner:
         mean of (samples, labels that are kept, a mask), and as they are in a sum. Every rank passes the
         global batch.
         """
-        with collective("train_step"):
+        with collective("train_step", compares=True):
             return self._step(args, kwargs, learn=True)
 
     @contextmanager
@@ -162,7 +164,7 @@ class Runner:
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
-        with collective("eval_step"):
+        with collective("eval_step", compares=True):
             return self._step(args, kwargs, learn=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
@@ -170,8 +172,8 @@ class Runner:
         self._require_global("train_step")
         scale = factor_of(self._scaler, self._running.device) if self._scaler and learn else None
         with torch.set_grad_enabled(learn):
-            self._agree(call)
-            program = self._current = self._program(call, step=self._by_steps)
+            known = self._agree(call, step=self._by_steps)
+            program = self._current = self._program(call, step=self._by_steps, known=known)
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
@@ -194,8 +196,15 @@ class Runner:
         """Whether programs are compiled."""
         return self._programs.compiles
 
-    def _program(self, call: Arguments, *, step: bool = False, place: int = 0) -> Program:
-        entry = self._programs.find(call, step=step, place=place)
+    def _program(
+        self,
+        call: Arguments,
+        *,
+        step: bool = False,
+        place: int = 0,
+        known: Entry[Program] | None = None,
+    ) -> Program:
+        entry = known or self._programs.find(call, step=step, place=place)
         self._left = entry.left
         return entry.program
 
@@ -204,15 +213,44 @@ class Runner:
         held: Mapping[str, Tensor] = dict(self.tree.root.named_buffers())
         return self.tensors.gather(name, held.get(name))
 
-    def _agree(self, call: Arguments) -> None:
-        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat it."""
+    def _agree(self, call: Arguments, *, step: bool = False) -> Entry[Program] | None:
+        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat it.
+
+        The program of the call, where it is there and this rank can tell without the others.
+        """
+        known, program = None, ""
+        if self._local is None and self.tensors.is_placed and not self.tensors.pipeline.is_staged:
+            known, program = self._programs.known(call, step=step)
         if torch._C._current_graph_task_id() == -1:
             if self._local is None:
                 require_values(call)
             modes = (module.training for module in self.tree.modules)
             structure = self._local.structure(call) if self._local else ()
             whole, random = self.tensors.whole(), self._random_state()
-            self._agreement.check(call, modes, whole, random=random, structure=structure)
+            self._agreement.check(
+                call,
+                modes,
+                whole,
+                random=random,
+                structure=structure,
+                changes=self.tensors.changes,
+                program=program,
+                copies=self._copies(),
+            )
+        return known
+
+    def _copies(self) -> Iterator[Copy] | None:
+        """What some ranks have copies of; None if no rank has any."""
+        return self.tensors.copies() if self.tensors.is_placed and self.tensors.has_copies else None
+
+    @contextmanager
+    def saving(self, what: str) -> Iterator[None]:
+        """Within, all is gathered, once ranks have found it alike; collective where any is shared."""
+        self.tensors.require_placed()
+        with self.tensors.gathering(what):
+            if self.tensors.is_gathered:
+                self._agreement.check_state(self.tensors.whole(), self.tensors.changes, self._copies())
+            yield
 
     def _random_state(self) -> bytes:
         """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
@@ -315,7 +353,7 @@ class Runner:
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         call = flatten_arguments(args, kwargs)
-        with collective("prepare"):
+        with collective("prepare", compares=True):
             self._agreement.check_shapes(call)
             program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):

@@ -15,6 +15,7 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,6 +40,7 @@ from autopar.runtime.collectives.placement_moves import summing_in
 from autopar.runtime.execute.executable import InputPart
 from autopar.runtime.parameters.asked_gradients import is_read_by_a_program
 
+_LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
 
@@ -272,8 +274,18 @@ class Leaves:
     def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
         if leaf.requires_grad:
             is_read_by_a_program(leaf)
-            # No weak reference: torch moves no parameter that has one.
-            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf, outer))
+            # Python's collector sees what a tensor's attributes hold, but not what such hooks do: by a hook
+            # that held them these leaves would stay for ever. No weak reference to the parameter: torch moves
+            # none that has one.
+            setattr(leaf, _LEAVES, self)
+            mine = weakref.ref(self)
+
+            def accumulated(leaf: Tensor) -> None:
+                leaves = mine()
+                assert leaves is not None
+                leaves._accumulated(index, leaf, outer)
+
+            leaf.register_post_accumulate_grad_hook(accumulated)
 
     def _accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
         if self._find[index]() is not read:

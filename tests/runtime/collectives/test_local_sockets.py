@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,12 +99,12 @@ def test_ranks_that_send_to_each_other_do_not_block(ranks: int, pools: Callable[
 @contextmanager
 def _unreachable() -> Iterator[None]:
     """As if this rank were on another machine."""
-    before = local_sockets._open
-    local_sockets._open = lambda undo, name: None
+    before = local_sockets._connects
+    local_sockets._connects = lambda stream, name: None
     try:
         yield
     finally:
-        local_sockets._open = before
+        local_sockets._connects = before
 
 
 def _connected_but_for(lonely: int, ranks: int) -> bool:
@@ -115,3 +117,49 @@ def _connected_but_for(lonely: int, ranks: int) -> bool:
 
 def test_either_all_ranks_have_streams_or_none(pools: Callable[[int], Pool]) -> None:
     assert all(pools(3).run(_connected_but_for, 2, 3))
+
+
+@contextmanager
+def _visited(count: int) -> Iterator[list[str]]:
+    """Within, so many strangers connect to this rank's listener before any rank does, and say nothing."""
+    before, seen = local_sockets._listen, list[str]()
+    guests = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+
+    def listen(undo: ExitStack) -> tuple[socket.socket | None, str]:
+        listener, name = before(undo)
+        seen.append(name)
+        for guest in guests:
+            guest.connect(name)
+        return listener, name
+
+    local_sockets._listen = listen
+    try:
+        yield seen
+    finally:
+        local_sockets._listen = before
+        for guest in guests:
+            guest.close()
+
+
+def _connected_among_strangers() -> tuple[bool, int, bool]:
+    """Whether this rank has streams, the permissions of the folder where it listened, and whether that is
+    gone."""
+    key = _set_up(3)
+    modes: list[int] = []
+    with _visited(local_sockets.FEW_RANKS + 1) as seen:
+        before = local_sockets._all_agree
+
+        def agree(mine: bool, group: dist.ProcessGroup) -> bool:
+            modes.append(stat.S_IMODE(Path(seen[0]).parent.stat().st_mode))
+            return before(mine, group)
+
+        local_sockets._all_agree = agree
+        try:
+            wires = local_sockets.connect(groups.group(key), LIMIT)
+        finally:
+            local_sockets._all_agree = before
+    return wires is not None and len(wires.sockets) == 2, modes[0], not Path(seen[0]).parent.exists()
+
+
+def test_strangers_keep_nobody_from_starting(pools: Callable[[int], Pool]) -> None:
+    assert pools(3).run(_connected_among_strangers) == [(True, 0o700, True)] * 3

@@ -62,10 +62,11 @@ def run(folder: Path, text: str, begin: str = BEGIN) -> tuple[int, str, float]:
 def test_a_call_that_one_rank_makes_alone_ends_all_by_name(tmp_path: Path, name: str) -> None:
     code, told, seconds = run(tmp_path, f"if rank == 0:\n    {ALONE[name]}\nparallel(x).sum().backward()\n")
     assert code == 2, told
-    found = r"found rank 1 made another call instead, forward"
-    where = rf"autopar: {re.escape(name)} on rank 0 \(\S*/script.py:17\): {found} \(\S*/script.py:18\)"
-    assert re.search(where, told), told
-    assert seconds < 60, "long before the timeout of the process group"
+    ours, theirs = rf"{re.escape(name)}", "forward"
+    pattern = r"{} on rank {} \(\S*py:{}\): found rank {} made another call instead, {} \(\S*py:{}\)"
+    ways = pattern.format(ours, 0, 17, 1, theirs, 18), pattern.format(theirs, 1, 18, 0, ours, 17)
+    assert any(re.search(way, told) for way in ways), told  # of the rank that says it first
+    assert seconds < 110, "long before the timeout of the process group"
 
 
 @pytest.mark.long
@@ -82,7 +83,7 @@ def test_an_attribute_that_one_rank_changes_alone_ends_all_by_name(tmp_path: Pat
     begin = BEGIN.replace("torch.nn.Tanh()", "Scaled()").replace("torch.manual_seed(0)", SCALED)
     code, told, seconds = run(tmp_path, change + "parallel(x).sum().backward()\n", begin)
     assert code == 2, told
-    assert "forward, by a new program, as Scaled.rate has changed on rank 0" in told
-    assert re.search(r"found rank 1 made another call instead, forward \(\S*/script.py:", told), told
-    assert "change what forward reads on every rank alike" in told
-    assert seconds < 60
+    found = "found the program of this call on rank 1 (known) unlike that on rank 0 "
+    assert f"{found}(new, as Scaled.rate has changed)" in told
+    assert "change what forward reads, and what learns, on every rank alike" in told
+    assert seconds < 110

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from autopar.errors import InputError, WorkerError
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import launch, worker
 from autopar.runtime.launch.launch import run_function, run_script
 from autopar.runtime.launch.worker import init
 
@@ -43,7 +44,12 @@ print("sum", total.item(), "on", rank, sys.argv[1:], os.environ["OMP_NUM_THREADS
 import neighbour
 """
 RAISES = """
+import atexit
+
 if rank == 1:
+    log = open(sys.argv[1], "w")
+    log.write("what it did")
+    atexit.register(print, "a handler of rank", rank)
     work = dist.all_reduce(total.clone(), async_op=True)
     work = dist.all_reduce(total, async_op=True)  # under way when the rank ends
     raise ValueError("one layer too many")
@@ -164,11 +170,12 @@ def test_lines_of_unbuffered_ranks_come_whole(
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(
-    write: Write, capfd: pytest.CaptureFixture[str]
+    write: Write, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script = write(JOINED + RAISES)
-    assert run_script(script, 2, timeout=PROMPT) == 4
-    _, err = capfd.readouterr()
+    assert run_script(script, 2, [str(tmp_path / "log")], timeout=PROMPT) == 4
+    out, err = capfd.readouterr()
+    assert "[rank 1] a handler of rank 1" in out and (tmp_path / "log").read_text() == "what it did"
     assert re.search(r'script.py", line \d+, in <module>\n.*raise ValueError', err)
     assert err.count("Traceback") == 1
     assert "rank 1 of 2: found ValueError: one layer too many" in err
@@ -187,6 +194,31 @@ def test_a_rank_that_dies_while_it_writes_its_traceback_is_named(
 ) -> None:
     assert run_script(write(DIES_WRITING), 1) == 4
     assert "rank 0 of 1: found death by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_rank_that_others_wait_for_is_named_in_their_place() -> None:
+    told = {
+        "message": "PeerError: forward on rank 0: found rank 1 has ended",
+        "extraInfo": {"py_callstack": ""},
+    }
+    failure = multiprocessing.errors.ProcessFailure(0, 7, 4, "")
+    failure.error_file_data = {"message": told}
+    assert launch._worker_error(0, 2, failure).where == "rank 0 of 2"
+    told["extraInfo"] |= {worker.ENDED: 1}  # type: ignore[operator]
+    assert launch._worker_error(0, 2, failure).where == "rank 1 of 2, which others wait for"
+
+
+def test_a_rank_that_ends_before_it_joins_is_named_at_once(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write('import os, sys\nif os.environ["RANK"] == "1":\n    sys.exit()\n' + JOINED)
+    begin = time.monotonic()
+    assert run_script(script, 2, timeout=PROMPT) == 4
+    assert time.monotonic() - begin < PROMPT
+    assert (
+        "rank 1 of 2: found its end, with exit code 0, before it joined the others" in capfd.readouterr().err
+    )
+    assert left(script) == []
 
 
 @pytest.mark.long

@@ -95,13 +95,15 @@ def test_strangers_that_say_nothing_or_the_wrong_thing_keep_nobody_waiting() -> 
         assert listener is not None
         guests = [undo.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
         for guest in guests:
-            guest.connect("\0" + name)
+            guest.connect(name)
         silent, wrong, half, peer = guests
         wrong.sendall(b"w" * 17)
         half.sendall(token[:5])
         peer.sendall(token + bytes([1]))
         begin = time.monotonic()
-        opened = local_sockets._accept(undo, listener, token, {1: own_process(1)}, 1000.0)
+        opened = local_sockets._meet(
+            undo, listener, token + b"\0", {1: own_process(1)}, {}, deadline=local_sockets._Deadline(1000.0)
+        )
         assert time.monotonic() - begin < 60 and set(opened) == {1}
         peer.sendall(b"x")
         assert opened[1].recv(1) == b"x" and silent.recv(1) == b""
@@ -112,7 +114,9 @@ def test_a_peer_that_never_comes_is_named() -> None:
         listener, _ = local_sockets._listen(undo)
         assert listener is not None
         with pytest.raises(PeerError, match=r"none from rank 7 \(pid \d+ on .*all within 0\.1 s"):
-            local_sockets._accept(undo, listener, b"t" * 16, {1: own_process(7)}, 0.1)
+            local_sockets._meet(
+                undo, listener, b"t" * 17, {1: own_process(7)}, {}, deadline=local_sockets._Deadline(0.1)
+            )
 
 
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

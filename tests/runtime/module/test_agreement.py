@@ -166,13 +166,13 @@ def test_what_needs_not_be_alike_is_let_pass(pools: Pools) -> None:
     pools(2).run(_alike, timeout=30.0)
 
 
-def _later() -> list[int]:
-    """The calls in which other values of one element were found, of an agreement without a program."""
+def _later(size: int) -> list[int]:
+    """The calls in which another value of one element was found, of an agreement without a program."""
     agreement, found = Agreement(CPU, local_inputs=False), []
     for number in range(1, 2 * STRIDE + 1):
-        x = torch.zeros(1000)
+        x = torch.zeros(size)
         if number > 3:
-            x += dist.get_rank()
+            x[1] += dist.get_rank()
         try:
             agreement.check(flatten_arguments((x,), {}), [True], ())
         except InputError as error:
@@ -181,8 +181,9 @@ def _later() -> list[int]:
     return found
 
 
-def test_after_the_first_calls_a_sample_is_compared_now_and_then(pools: Pools) -> None:
-    assert pools(2).run(_later) == [[STRIDE, 2 * STRIDE]] * 2
+def test_every_call_compares_a_sample_and_some_all(pools: Pools) -> None:
+    assert pools(2).run(_later, 64) == [list(range(4, 2 * STRIDE + 1))] * 2
+    assert pools(2).run(_later, 2048) == [[STRIDE, 2 * STRIDE]] * 2, "of 2048 elements every 32nd is sampled"
 
 
 def _apart(gap: float) -> tuple[float, str]:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
+from autopar.rewrite.render import describe
 from autopar.runtime.module import program_cache
 from autopar.runtime.module.guards import Guard
+from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.program_cache import Entry, ProgramCache
 from autopar.trace.call_signature import flatten_arguments
+from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 
 NO_ARGUMENTS = flatten_arguments((), {})
 
@@ -65,3 +75,34 @@ def test_kinds_of_call_that_differ_in_the_first_part_of_their_key_are_alike() ->
     for key in (("a", 1), ("b", 1), ("a", 2)):
         cache.add(key, entry(str(key)))
     assert [each.program for each in cache.like(("c", 1))] == ["('a', 1)", "('b', 1)"]
+
+
+def _dropped() -> tuple[int, int, bool, bool]:
+    """How many of five programs live where two are kept, how many once the module is gone, whether the
+    gradient of a call whose program was dropped arrived, and whether torch's cache of shapes is bounded."""
+    compiler = forced_compiler(Mesh((2,)), ["batch"], pipeline=Pipeline())
+    model: Any = ParallelModule(nn.Linear(3, 3), compiler, describe=describe, device=torch.device("cpu"))
+    before, program_cache.KINDS = program_cache.KINDS, 2
+    try:
+        pending = model(torch.ones(4, 3)).sum()
+        programs, shapes = [weakref.ref(model._autopar._current)], []
+        for size in (6, 8, 10, 12):
+            model(torch.ones(size, 3)).sum().backward()
+            programs.append(weakref.ref(model._autopar._current))
+            shapes.append(len(FakeTensorMode.cache))
+        model.zero_grad()
+        pending.backward()
+        arrived = torch.equal(model.bias.grad.to_local(), torch.full((3,), 4.0))
+        del pending
+        gc.collect()
+        alive = sum(program() is not None for program in programs)
+        del model
+        gc.collect()
+        left = sum(program() is not None for program in programs)
+    finally:
+        program_cache.KINDS = before
+    return alive, left, arrived, shapes[-1] <= 2 * shapes[0]
+
+
+def test_dropped_programs_are_freed_once_their_gradients_have_come(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(_dropped) == [(2, 0, True, True)] * 2

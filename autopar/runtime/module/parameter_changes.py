@@ -1,0 +1,138 @@
+"""What has been done to the parameters of a parallel module since its last call, for ranks to compare.
+
+    call 6   optimizer.step(), lr 0.1   p.mul_(3)   call 7 says: 1 step, lr 0.1, a write to p
+
+Of weights that are split no rank has what another has: that a rank has left out a step, taken it with another
+rate, or written by itself, shows here alone. Writes are seen by the counters of versions that tensors have,
+which those to `.data` escape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autopar.runtime.collectives.statements import Part
+from autopar.runtime.module.optimizers import at_steps
+from autopar.runtime.module.user_tree import UserTree
+
+KEPT = 16  # steps between two calls, of which rates are compared
+_STEPS = "step on all ranks after the same calls"
+_RATES = "give optimizers on all ranks the same options; schedules follow from what all ranks have"
+_WRITES = "write the same parameters on all ranks, or call load_state_dict of the parallel module"
+_CHOSEN = ("params", "param_names", "foreach", "fused", "lr")  # that are no options, or told apart
+_PLAIN = (int, float, bool, str, tuple, type(None))
+
+
+class ParameterChanges:
+    """Changes of the parameters in `tree`, which lie on `mesh`; steps of any parameters on such a mesh count.
+
+    With stages ranks have different parameters, perhaps in groups of different rates: where ranks differ in
+    rates at their first steps, these are compared no more (`let_differ`).
+    """
+
+    def __init__(self, tree: UserTree, mesh: DeviceMesh, *, staged: bool) -> None:
+        self._tree, self._mesh, self._staged = tree, mesh, staged
+        self._steps = 0
+        self._rates: list[tuple[str, str, str]] = []  # of steps since the last call: optimizer, lr, options
+        self._versions = self._read()
+        self._first, self._compares_rates = True, True
+        mine = weakref.ref(self)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            changes = mine()
+            if changes is not None:
+                changes._stepped(optimizer)
+
+        at_steps(register_optimizer_step_post_hook, self, after)
+
+    def parts(self) -> Iterator[Part]:
+        """What has been done since ranks compared it last; a new count begins."""
+        yield Part("the count of optimizer steps since the last call", _STEPS, str(self._steps).encode())
+        for kind, rate, options in self._rates if self._compares_rates else ():
+            yield Part(f"lr of {kind}", _RATES, rate.encode())
+            yield Part(f"options of {kind}", _RATES, options.encode())
+        written = self._written()
+        if self._staged:
+            written = ["some"] if written else []
+        text = ", ".join(written) or "none"
+        yield Part("writes to parameters beside steps", _WRITES, text.encode())
+        self._first = self._first and not self._steps
+        self._steps = 0
+        self._rates.clear()
+
+    @property
+    def free(self) -> set[str]:
+        """Names of parts in which ranks may differ, as these are the first steps and ranks are stages."""
+        if not (self._staged and self._first and self._compares_rates):
+            return set()
+        return {f"{word} of {kind}" for kind, *_ in self._rates for word in ("lr", "options")}
+
+    def let_differ(self) -> None:
+        """Compare rates no more."""
+        self._compares_rates = False
+
+    def accept(self) -> None:
+        """Take the parameters as they are: what has been written was, on all ranks, by one call."""
+        self._versions = self._read()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        held = (item for group in optimizer.param_groups for item in group["params"])
+        if not any(isinstance(item, DTensor) and item.device_mesh == self._mesh for item in held):
+            return
+        self._steps += 1
+        if len(self._rates) < KEPT:
+            self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
+        self._versions = self._read()
+
+    def _read(self) -> list[int]:
+        """The versions of parameters: a DTensor's own count writes to it, its part's those to that."""
+        held = [item for module in self._tree.modules for item in module._parameters.values()]
+        mine = [(item, item._local_tensor) for item in held if type(item) is DTensor]
+        try:
+            return [item._version + part._version for item, part in mine]
+        except RuntimeError:  # tensors of torch.inference_mode have no versions
+            return [0 if part.is_inference() else item._version + part._version for item, part in mine]
+
+    def _written(self) -> list[str]:
+        """Names of parameters that were written beside steps."""
+        now, before = self._read(), self._versions
+        self._versions = now
+        if now == before:
+            return []
+        if len(now) != len(before):
+            return ["their number"]
+        names = self._names()
+        return [names[place] for place, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
+
+    def _names(self) -> list[str]:
+        named = self._tree.named_tensors()
+        return [name for name, item in named if isinstance(item, nn.Parameter) and isinstance(item, DTensor)]
+
+
+def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:
+    """The learning rates of an optimizer's groups, and their other options, each once."""
+    rates = dict.fromkeys(_shown(group.get("lr")) for group in groups)
+    others = dict.fromkeys(_others(group) for group in groups)
+    return ", ".join(rates), repr(list(others))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.is_cpu else "on a GPU"  # which would be waited for
+    return repr(value)
+
+
+def _others(group: Mapping[str, Any]) -> Hashable:
+    return tuple(
+        (name, repr(value))
+        for name, value in group.items()
+        if name not in _CHOSEN and isinstance(value, _PLAIN)
+    )
