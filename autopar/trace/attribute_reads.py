@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.trace.code_that_ran import code_that_runs
 from autopar.trace.numbers import Number
 from autopar.trace.reachable_state import Reachable, is_torch
 
@@ -45,9 +46,12 @@ class Owner:
 class Reads:
     """The attributes that were read, by their owners, and what code can reach by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
         self.owners: dict[int, Owner] = {}
         self.reachable = Reachable(self._watch)
+        self.roots: tuple[Any, ...] = ()
+        self._ran: set[types.CodeType] = set()
+        self._keeps = keeps
         self.loss: Any = None
         self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
@@ -78,7 +82,9 @@ class Reads:
 
         nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with code_that_runs() if self._keeps else nullcontext(set[types.CodeType]()) as ran:
+                yield
+            self._ran |= ran
         finally:
             self._is_on = False
             self.reachable.let_go()
@@ -89,6 +95,12 @@ class Reads:
                 else:
                     kind.__getattribute__ = own  # type: ignore[method-assign]
             self._watched.clear()
+
+    def by_name(self) -> Reachable:
+        """What the code that ran can look up by name."""
+        named = Reachable(ran=self._ran)
+        named.see(*self.roots)
+        return named
 
     def see(self, *values: Any) -> None:
         """Take in what code can reach from values, and watch the classes of objects among that."""
@@ -177,4 +189,4 @@ def recording() -> Iterator[Reads]:
 
 def current() -> Reads:
     """Where reads are recorded for whoever records, if anybody does."""
-    return _current.get() or Reads()
+    return _current.get() or Reads(keeps=False)

@@ -6,7 +6,7 @@
                                                      several names are left out
 
 Libraries take another branch where they hear that they are exported: masks are written out, and `is_causal`
-is lost.
+is lost. Where torch.export can't follow what they do otherwise, they hear it, and a plan notes that.
 """
 
 from __future__ import annotations
@@ -25,17 +25,50 @@ _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 _LIBRARIES = (("transformers.utils.import_utils", "is_fake_tensor"),)  # beside torch, who ask of tensors
 
 
+NOTE = "forward asks whether it is traced, and hears yes: eager training may do otherwise; verify shows it"
+
+
+class Answers:
+    """What code hears in one trace, and whether any but torch's `asked`."""
+
+    def __init__(self, *, eager: bool) -> None:
+        self.eager, self.asked = eager, False
+
+    def to_torch_alone(self, flag: bool) -> Callable[[], bool]:
+        """Answers torch's own code by `flag`, everybody else as eager training would."""
+
+        def is_traced() -> bool:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_name in _QUESTIONS:
+                frame = frame.f_back  # torch's older names of the question
+            is_torchs = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+            self.asked |= not is_torchs
+            return flag and (is_torchs or not self.eager)
+
+        return is_traced
+
+    def of_tensors(self, own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """Answers a library's question about a tensor."""
+
+        def is_fake(value: Any) -> bool:
+            self.asked = True
+            return own(value) and not self.eager
+
+        return is_fake
+
+
 @contextmanager
-def as_eager() -> Iterator[None]:
-    """Within, in a trace, user code hears that it isn't traced."""
+def heard(answers: Answers) -> Iterator[None]:
+    """Within, in a trace, user code hears these answers."""
     with ExitStack() as stack:
         for name, flag in zip(_QUESTIONS, _FLAGS, strict=True):
-            own = _answer(getattr(torch.compiler, flag))
+            own = answers.to_torch_alone(getattr(torch.compiler, flag))
             stack.enter_context(patch.object(torch.compiler, name, own))
-            stack.enter_context(patch.object(torch.compiler, flag, False))
+            if answers.eager:  # who has imported the function reads the flag
+                stack.enter_context(patch.object(torch.compiler, flag, False))
         for library, name in _LIBRARIES:
             if (module := sys.modules.get(library)) is not None and hasattr(module, name):
-                stack.enter_context(patch.object(module, name, _no))
+                stack.enter_context(patch.object(module, name, answers.of_tensors(getattr(module, name))))
         yield
 
 
@@ -44,19 +77,3 @@ def modules_themselves() -> Iterator[None]:
     """Within, modules under several names are traced as the objects that they are."""
     with patch.object(proxy_tensor._ModuleStackTracer, "getattr", proxy_tensor.PythonKeyTracer.getattr):
         yield
-
-
-def _answer(flag: bool) -> Callable[[], bool]:
-    """Answers torch's own code by `flag`, everybody else with False."""
-
-    def is_traced() -> bool:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_name in _QUESTIONS:
-            frame = frame.f_back  # torch's older names of the question
-        return flag and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
-
-    return is_traced
-
-
-def _no(*_: Any) -> bool:
-    return False

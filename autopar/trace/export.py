@@ -44,7 +44,7 @@ from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.devices import beside, devices_of, on_one_device
-from autopar.trace.eager_answers import as_eager, modules_themselves
+from autopar.trace.eager_answers import NOTE, Answers, heard, modules_themselves
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.grouped_heads import with_grouped_heads
@@ -124,6 +124,7 @@ class _Flat(nn.Module):
         loss_only: bool,
         known: Known,
         by_name: bool,
+        answers: Answers,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
         blame: Callable[[Sources], None],
@@ -139,7 +140,7 @@ class _Flat(nn.Module):
         self.arguments = arguments
         self.loss_fn = loss_fn
         self.loss_only = loss_only
-        self.known, self.by_name = known, by_name
+        self.known, self.by_name, self.answers = known, by_name, answers
         self.record = record
         self.training = model.training
         self.enter = enter
@@ -167,7 +168,8 @@ class _Flat(nn.Module):
         buffers, attributes, made = buffers_of(self.model), attributes_of(self.model), Made(self.model)
         reads = current()
         reads.loss = self.loss_fn
-        reads.see(self.model, self.loss_fn, *self.arguments.constants)
+        reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
+        reads.see(*reads.roots)
         outside = Outside(reads.reachable, {id(item.value) for item in attributes.values()})
         try:
             output = self._output(called, fakes, reads)
@@ -196,14 +198,12 @@ class _Flat(nn.Module):
         by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
         self.enter(FORWARD)
         model, given = self.model, self.arguments.tensors  # read before reads are recorded
-        # Inputs on the meta device can't be asked what eager training would ask them.
-        answers = nullcontext if any(tensor.is_meta for tensor in given) else as_eager
-        with reads.on(), by_name, (values := InputValues(fakes, given, reads)), answers():
+        with reads.on(), by_name, (values := InputValues(fakes, given, reads)), heard(self.answers):
             output = model(*args, **kwargs)
         if self.loss_fn is None:
             return output
         self.enter(f"the loss {_name(self.loss_fn)}")
-        with reads.on(), by_name, values, answers():
+        with reads.on(), by_name, values, heard(self.answers):
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
         _check_loss_result(self.loss_fn, loss)
         return loss if self.loss_only else {"loss": loss, "output": output}
@@ -236,10 +236,25 @@ def trace(
     arguments = replace(arguments, tensors=counting_writes(arguments.tensors))
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
-    trace_as = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
+    # Inputs on the meta device can't be asked what eager training would ask them.
+    answers = Answers(eager=not any(tensor.is_meta for tensor in arguments.tensors))
+    given = model, arguments, loss_fn
+    trace_as = partial(_trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers)
     own = own_names(model, loss_fn, arguments)
     said = said_structure(static, model, arguments, own) | sparse_structure(model, arguments)
-    traced = _with_structure(trace_as, model, arguments, said, own)
+    decisions = current().decisions
+    count = len(decisions)
+    try:
+        traced = _with_structure(trace_as, model, arguments, said, own)
+    except TraceError as error:
+        if not (answers.eager and answers.asked):
+            raise
+        del decisions[count:]
+        answers.eager = False
+        try:
+            traced = _with_structure(trace_as, model, arguments, said, own)
+        except TraceError:
+            raise error from error.__cause__
     if known.met_in(traced.graph):
         traced = trace_as(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
@@ -296,6 +311,7 @@ def _trace(
     known: Known,
     autocast: Autocast,
     loss_only: bool,
+    answers: Answers,
     structure: Structure,
     evaluates: bool,
     by_name: bool = False,
@@ -311,6 +327,7 @@ def _trace(
         loss_only=loss_only,
         known=known,
         by_name=by_name,
+        answers=answers,
         record=seen.append,
         enter=parts.append,
         blame=blamed.append,
@@ -363,7 +380,7 @@ def _trace(
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
-    notes += [*graph.notes, *left]
+    notes += [*graph.notes, *left, *([NOTE] if answers.asked and not answers.eager else ())]
     asked, held = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
     flat.let_go()
     nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))

@@ -6,28 +6,31 @@
         c = Cfg                            in class Cfg: tau    by whatever name the code calls it
         return config.scaled(y) * c.tau    code of scaled       its names join, and all is looked at again
 
-The least fixed point: which holders are reached, and which names any code among them has. It sees every
-alias, and some names too many. Objects of Python classes aren't looked at by name: what is read of them is
-recorded one by one (attribute_reads.py), as soon as they are reached.
+The least fixed point over what is reached and what code names that ran. It sees every alias, and some names
+too many. Objects of Python classes aren't looked at by name: what is read of them is recorded one by one
+(attribute_reads.py), as soon as they are reached.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import os
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from autopar.trace.code_names import names_in
+from autopar.trace.code_names import CodeNames, names_in
 
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE and _HEAPTYPE
 _STATELESS = frozenset(  # whose objects hold none of the user's state
@@ -95,24 +98,35 @@ class Namespace:
 
 
 class Reachable:
-    """What code can reach from what is seen; `watch` is told the classes of objects."""
+    """What code can reach from what is seen.
 
-    def __init__(self, watch: Callable[[type], None]) -> None:
-        self.names: dict[str, None] = {"forward": None}  # in any code; torch names that one
+    With the code that `ran`, every name in it is looked up in every holder: what a guard must know. Without,
+    before anything runs, names are looked up in those modules and classes alone that the function names, too:
+    what is worth a look. `watch` is told the classes of objects.
+    """
+
+    def __init__(
+        self, watch: Callable[[type], None] | None = None, *, ran: Collection[types.CodeType] | None = None
+    ) -> None:
+        self.names: dict[str, None] = {"forward": None}  # in any code of modules; torch names that one
         self.namespaces: dict[int, Namespace] = {}  # by what they are the dictionary of
         self.functions: dict[int, types.FunctionType] = {}
         self.containers: dict[int, Any] = {}
         self.caches: dict[int, Any] = {}  # of functools.lru_cache
-        self._watch = watch
+        self.reads_environment = False
+        self._watch, self._ran = watch, ran
         self._classes: set[type] = set()
         self._visited: dict[int, Any] = {}
         self._todo: list[Any] = []
-        self._known = 0, 0  # names and namespaces that were looked at
-
-    @property
-    def reads_environment(self) -> bool:
-        """Whether any code asks for environment variables."""
-        return not _ENVIRONMENT.isdisjoint(self.names)
+        self._grown = True  # names or namespaces, since they were looked up
+        for code in filter(is_users, ran or ()):
+            names = names_in(code).every
+            self.names.update(dict.fromkeys(names))
+            self.reads_environment |= not _ENVIRONMENT.isdisjoint(names)
+        called = self.names.copy()
+        for code in filter(is_torchs_nn, ran or ()):
+            called.update(dict.fromkeys(names_in(code).every))
+        self._space(vars(F), vars(F), called, F.__name__, is_library=True)
 
     def see(self, *values: Any) -> None:
         """Take in values, and all that code can reach from them."""
@@ -128,11 +142,11 @@ class Reachable:
 
     def _look_up(self) -> None:
         """Put on the list what namespaces have under names that are new."""
-        now = len(self.names), len(self.namespaces)
-        if now != self._known:
-            self._known = now
+        if self._grown:
+            self._grown = False
             for space in self.namespaces.values():
-                self._todo += space.found()
+                if space.looked_up != len(space.names):
+                    self._todo += space.found()
 
     # -- one value ----------------------------------------------------------------------------------
 
@@ -154,7 +168,7 @@ class Reachable:
             case type():
                 self._class(value)
                 self._todo += _constructors(value)
-                if is_settings(value):
+                if is_settings(value) and self._watch is not None:
                     self._watch(value)
             case _ if (held := _HOLDS.get(type(value))) is not None:
                 self._todo += held(value)
@@ -164,39 +178,48 @@ class Reachable:
             self.caches[id(value)] = value
 
     def _function(self, function: types.FunctionType) -> None:
-        if is_library(function.__module__):
+        code = function.__code__
+        if is_library(function.__module__) or (self._ran is not None and code not in self._ran):
             return
         self.functions[id(function)] = function
-        names = names_in(function.__code__)
-        self.names.update(dict.fromkeys(names.every))
-        self._globals_of(function).names.update(dict.fromkeys(names.globals))
-        self._todo += (function.__defaults__, function.__kwdefaults__)
+        self._grown = True
+        names = names_in(code)
+        table = function.__globals__
+        space = self._space(table, table, {}, _shown(table))
+        space.names.update(dict.fromkeys(names.globals))
+        imported = _imported(names.imports, str(table.get("__package__") or ""))
+        if self._ran is None:
+            self._near(names, [*(table.get(name) for name in names.globals), *imported])
+        self._todo += (function.__defaults__, function.__kwdefaults__, *imported)
         self._todo += (cell.cell_contents for cell in filled_cells(function))
-        self._todo += _imported(names.imports, str(function.__globals__.get("__package__") or ""))
         if vars(function):
             self._space(function, vars(function), self.names, function.__qualname__)
 
-    def _globals_of(self, function: types.FunctionType) -> Namespace:
-        """The globals of one module's code, whose names are those that it looks up there."""
-        table = function.__globals__
-        if id(table) not in self.namespaces:
-            name = str(table.get("__name__", ""))
-            self._space(table, table, {}, "" if name == "__main__" else name)
-        return self.namespaces[id(table)]
+    def _near(self, names: CodeNames, values: Iterable[Any]) -> None:
+        """Look up a function's names in the modules and classes that it names."""
+        self.names.update(dict.fromkeys(names.every))
+        for value in values:
+            if isinstance(value, types.ModuleType | type) and not is_library(_module_of(value)):
+                self._todo += (vars(value)[name] for name in names.every & vars(value).keys())
 
     def _module(self, module: types.ModuleType) -> None:
         table = vars(module)
-        if (own := self.namespaces.get(id(table))) is not None:  # globals, any of which are attributes now
-            own.names, own.looked_up = self.names, 0
+        library = is_library(module.__name__)
+        if self._ran is None:
+            if not library:
+                self._space(table, table, {}, module.__name__)
+        elif (own := self.namespaces.get(id(table))) is not None:  # globals, any of which are attributes now
+            own.names, own.looked_up, self._grown = self.names, 0, True
         else:
-            self._space(table, table, self.names, module.__name__, is_library=is_library(module.__name__))
+            self._space(table, table, self.names, module.__name__, is_library=library)
 
     def _class(self, kind: type) -> None:
         if kind in self._classes:
             return
+        by_name = self._ran is not None or issubclass(kind, nn.Module)
         for base in kind.__mro__:
             if base not in self._classes and is_python_class(base) and not is_library(base.__module__):
-                self._space(base, vars(base), self.names, base.__qualname__)
+                self._space(base, vars(base), self.names if by_name else {}, base.__qualname__)
                 self._todo += (item for name, item in vars(base).items() if _runs_unnamed(name))
         self._classes.update(kind.__mro__)
         if type(kind) is not type:
@@ -206,12 +229,13 @@ class Reachable:
         kind = type(value)
         self._class(kind)
         recorded = isinstance(value, nn.Module) or is_settings(kind)
-        if recorded:
+        if recorded and self._watch is not None:
             self._watch(kind)
         table = _own_dict(value)
         if table is not None:
             self._todo += table.get("_modules", {}).values() if isinstance(value, nn.Module) else ()
-            self._space(value, table, self.names, kind.__name__, recorded=recorded)
+            near = self._ran is not None or isinstance(value, nn.Module) or not recorded
+            self._space(value, table, self.names if near else {}, kind.__name__, recorded=recorded)
         self._todo += _in_slots(value)
 
     def _space(
@@ -223,9 +247,20 @@ class Reachable:
         *,
         recorded: bool = False,
         is_library: bool = False,
-    ) -> None:
+    ) -> Namespace:
         owner = holder if isinstance(holder, type) else None
-        self.namespaces[id(holder)] = Namespace(owner, table, names, shown, recorded, is_library)
+        made = Namespace(owner, table, names, shown, recorded, is_library)
+        self._grown |= id(holder) not in self.namespaces
+        return self.namespaces.setdefault(id(holder), made)
+
+
+def _module_of(value: types.ModuleType | type) -> str:
+    return value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+
+
+def _shown(table: dict[str, Any]) -> str:
+    name = str(table.get("__name__", ""))
+    return "" if name == "__main__" else name
 
 
 _HOLDS: dict[type, Callable[[Any], Iterable[Any]]] = {
@@ -249,12 +284,30 @@ def _constructors(kind: type) -> Iterator[Any]:
             yield from (vars(base)[name] for name in _CONSTRUCTION & vars(base).keys())
 
 
-def _imported(names: Iterable[str], package: str) -> Iterator[Any]:
+def _imported(names: Iterable[str], package: str) -> list[types.ModuleType]:
     """The modules that code imports while it runs, also relative ones."""
-    for name in names:
-        for full in (name, f"{package}.{name}"):
-            if full in sys.modules:
-                yield sys.modules[full]
+    full = (path for name in names for path in (name, f"{package}.{name}"))
+    return [sys.modules[path] for path in full if path in sys.modules]
+
+
+def is_users(code: types.CodeType) -> bool:
+    """Whether code isn't that of a library which reads no state of the user's."""
+    path = code.co_filename
+    if path.startswith(_library_folders()) or path.startswith("<frozen"):
+        return False
+    stdlib = sysconfig.get_path("stdlib")
+    return not path.startswith(stdlib) or "-packages" in path[len(stdlib) :]
+
+
+def is_torchs_nn(code: types.CodeType) -> bool:
+    """Whether code is that of torch.nn, which calls functions that others may replace."""
+    return code.co_filename.startswith(os.path.dirname(str(nn.__file__)))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    loaded = (sys.modules.get(name) for name in ("torch", "numpy", "autopar", "sympy", "einops"))
+    return tuple(os.path.dirname(str(module.__file__)) + os.sep for module in loaded if module is not None)
 
 
 def _runs_unnamed(name: str) -> bool:

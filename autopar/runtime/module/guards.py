@@ -96,15 +96,16 @@ class Guard:
         self._shown: list[str] = []
         self._visited: dict[int, Any] = {}
         self._known: set[tuple[Any, str]] = set()  # attributes of classes
-        for space in reads.reachable.namespaces.values():
+        named = reads.by_name()
+        for space in named.namespaces.values():
             self._space(space)
         for owner in reads.owners.values():
             if owner.find() is not None:
                 self._own(owner)
-        for function in reads.reachable.functions.values():
+        for function in named.functions.values():
             self._function(function)
         self._follow(reads.loss, "the loss")
-        if reads.reachable.reads_environment:
+        if named.reads_environment:
             self._add(os.environ, _environment, ["os.environ"])
         names = {slot.name for slot in free}
         self._free = {
