@@ -145,7 +145,8 @@ class Reads:
         elif (id(owner.state), name) in self._written:
             return  # forward has put it there
         owner.names[name] = None
-        self.see(result)
+        if not self.reachable.knows(result):
+            self.see(result)
 
     def _is_tracers(self, module: nn.Module) -> bool:
         """Whether it is the module into which torch.fx puts constants, which it alone asks for."""

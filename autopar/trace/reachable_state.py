@@ -136,6 +136,10 @@ class Reachable:
             if not self._todo:
                 self._look_up()
 
+    def knows(self, value: Any) -> bool:
+        """Whether a value holds nothing that wasn't seen."""
+        return type(value) in _ATOMS or id(value) in self._visited
+
     def let_go(self) -> None:
         """Hold values no longer that nobody else holds."""
         self._visited.clear()
