@@ -40,6 +40,7 @@ finite_checks        branches that clamp what isn't finite
 strided_windows      as_strided of dense tensors, by operators on elements
 custom_backwards     Functions and hooks with a backward of their own
 custom_calls         one of them, its tensors and numbers taken out
+applied_functions    every call of a Function, by versions of torch
 custom_operator      one of them as an operator of the graph
 stand_ins            what one of them does, on random values
 micro_batches        one batch as micro-batches, and the batch's loss

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
-from autopar.trace import custom_calls, custom_operator, stand_ins
+from autopar.trace import applied_functions, custom_calls, custom_operator, stand_ins
 from autopar.trace.autocast import Autocast, autocast_set, traced_as
 from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
 from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
 from autopar.trace.numbers import marked, require_none, watched
 from autopar.trace.user_source import calling_line, first_line
 
-_Single: Any = torch.autograd.function._SingleLevelFunction  # where every `apply` ends, also one kept aside
 _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
@@ -54,12 +53,12 @@ def caught(model: nn.Module) -> Iterator[None]:
 
     def apply(function: Any, *args: Any) -> Any:
         if tracer.busy or function.__module__.startswith(_OURS):
-            return super(_Single, function).apply(*args)
+            return applied_functions.plainly(function, *args)
         if not _requires_grad(args):
             return _without_gradients(function, args)
         return tracer.apply(function, args)
 
-    with patch.object(_Single, "apply", classmethod(apply), create=True), _Hooks(tracer), tracer.told():
+    with applied_functions.calling(apply), _Hooks(tracer), tracer.told():
         yield
 
 

@@ -31,7 +31,12 @@ _COMPUTED = "a CSR matrix of values that forward computes, as GraphUNet multipli
 _READS = re.compile(r"\.(item|tolist)\(|\b(float|int)\(")
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|not|bool|range)\b")
 _TEXT_LENGTH = 110  # characters of torch's words
-_TORCH_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+_TORCH_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch._subclasses.fake_tensor",  # from 2.15 on
+)
 
 
 def refusal(cause: Exception, part: str) -> TraceError:

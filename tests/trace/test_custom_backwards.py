@@ -323,3 +323,40 @@ def test_gradients_that_forward_takes_have_gradients_where_it_asks_for_them(crea
         Target(model, args, {}, None, ""), ClusterSpec.local(2), Request(measure=False), steps=2, changes=0
     )
     assert report.passed, report
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_apply_that_was_kept_aside_is_one_operator_and_without_gradients_none(learns: bool) -> None:
+    kept = Flipped.apply
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            with torch.set_grad_enabled(learns):
+                factor = kept(h, 0.7)
+            return (h * factor).sum()
+
+    graph = trace(Net(), (torch.randn(3, 4),)).graph
+    names = [str(item.target) for item in graph.operators]
+    assert any("custom_backward" in name for name in names) == learns
+    assert any("detach" in name for name in names) != learns
+
+
+class Flipped(torch.autograd.Function):
+    """Its context is set up apart."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -ctx.scale * gradients[0], None

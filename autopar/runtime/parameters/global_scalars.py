@@ -72,7 +72,9 @@ _LINEAR = (  # in which torch 2.13 takes shares of norms for shares of sums
     aten.addmm.default,
     aten.bmm.default,
 )
+_WHOLE = frozenset((*_OF_SOMETHING, *_LINEAR))
 _OF_VECTORS = "_check_param_device"  # which torch calls for each parameter of a vector
+_OPERANDS = "_wrap_with_op_strategy"  # which gives every rule how an operator's operands lie
 _PROPAGATE = (
     "_propagate_op_sharding_dispatch_slow_path"  # called for operators and placements not seen before
 )
@@ -106,17 +108,16 @@ def _install() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     handlers: dict[Any, Any] | None = getattr(dispatcher, "_custom_op_handlers", None)
     propagate = getattr(dispatcher, _PROPAGATE, None)
-    if handlers is None or propagate is None:
+    operands = getattr(dispatcher.sharding_propagator, _OPERANDS, None)
+    if handlers is None or propagate is None or operands is None:
         raise _unknown_version("no handlers of operators, or no place where they are laid out")
     for operator in _READING:
         handlers.setdefault(operator, _local_scalar)
     handlers.setdefault(aten.allclose.default, _allclose)
     if aten.as_strided.default in handlers:
         handlers[aten.as_strided.default] = _refusing(handlers[aten.as_strided.default])
-    strategies: dict[Any, Any] = dispatcher.sharding_propagator.op_strategy_funcs
-    for operator in (*_OF_SOMETHING, *_LINEAR):
-        if operator in strategies and not hasattr(strategies[operator], "_guarded"):
-            strategies[operator] = _on_whole(strategies[operator])
+    if not hasattr(operands, "_guarded"):
+        setattr(dispatcher.sharding_propagator, _OPERANDS, _on_whole(operands))
     if not hasattr(propagate, "_guarded"):
         setattr(dispatcher, _PROPAGATE, _guard(propagate))
     of_vectors = getattr(convert_parameters, _OF_VECTORS, None)
@@ -258,12 +259,15 @@ def _of_whole_models(check: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _on_whole(strategy: Callable[..., Any]) -> Callable[..., Any]:
+def _on_whole(operands: Callable[..., Any]) -> Callable[..., Any]:
     """Takes whole tensors on our meshes where a rank holds no element, or holds its share of a norm."""
 
-    @functools.wraps(strategy)
+    @functools.wraps(operands)
     def guarded(schema: Any) -> Any:
-        return strategy(replace(schema, args_schema=tuple(map(_made_whole, schema.args_schema))))
+        found = operands(schema)
+        if schema.op not in _WHOLE:
+            return found
+        return replace(found, args_schema=tuple(map(_made_whole, found.args_schema)))
 
     guarded._guarded = True  # type: ignore[attr-defined]
     return guarded

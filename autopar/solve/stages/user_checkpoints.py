@@ -49,7 +49,10 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
     mutated = {item.name for item in graph.inputs if item.mutated}
     recomputed = (item for first, stop in regions for item in graph.operators[first:stop])
     if any(mutated.intersection(item.operands) for item in recomputed):
-        found += "; running statistics in them are written once a step"
+        found += (
+            "; running statistics in them are written once a step, where eager training, which recomputes "
+            "them too, writes them twice"
+        )
     return (found,)
 
 
