@@ -233,9 +233,10 @@ class UserTree:
 
     def in_order(self, state: Any, prefix: str) -> Any:
         """A state dict in the serial order, also of tensors that this rank doesn't hold."""
-        for name in self.stored:
-            if prefix + name in state:
-                state[prefix + name] = state.pop(prefix + name)
+        names = [prefix + name for name in self.stored if prefix + name in state]
+        if names != [name for name in state if name.removeprefix(prefix) in self.stored]:
+            for name in names:
+                state[name] = state.pop(name)
         return state
 
     def leave(self, values: Mapping[tuple[str, str], Any]) -> None:
