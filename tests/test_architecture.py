@@ -60,6 +60,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.placed_rows": "the same",
     "autopar.trace.routed_products": "patterns of rows that are sorted and put back, which it rewrites",
     "autopar.trace.row_placements": "the same",
+    "autopar.trace.kept_rows": "forms in which rows of a mask are made, summed and counted",
     "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.stand_ins": "what torch calls below a graph",
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",

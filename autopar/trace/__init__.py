@@ -4,6 +4,8 @@ export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
 written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
+kept_rows            sums, means and losses of what a boolean mask keeps
+same_masks           masks that are computed twice, as one
 casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
 devices              one device for what lies on several

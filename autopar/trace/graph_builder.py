@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from autopar.trace.casts import Casts
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.in_place import InPlaceWrites
+from autopar.trace.kept_rows import Kept, KeptRows, NumberKept, Places
 from autopar.trace.shared_memory import Known, held_by_name
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.spread_out import CONTIGUOUS, spreads_out
@@ -70,7 +72,9 @@ class GraphBuilder:
         self.graph = WrittenGraph()
         self.casts = Casts(self.graph, autocast.device)
         self.in_place = InPlaceWrites(self.graph)
+        self.kept = KeptRows(self.graph)
         self.notes: list[str] = []
+        self.inlining = 0  # regions around what is read
         self.tied = _tied_names(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
 
@@ -165,10 +169,18 @@ class GraphBuilder:
                 case "call_function":
                     self.read_call(gm, node, grad=grad)
                 case "output":
-                    return [self.graph.value(item) for item in node.args[0]]
+                    return self.results(node)
                 case "call_module":
                     pass  # _guards_fn: the wrapper checks its inputs itself
         return []
+
+    def results(self, node: fx.Node) -> list[Any]:
+        """What the `node` at the end of a graph gives; raises ValuesAskedError for sizes by values."""
+        found = [self.graph.value(item) for item in node.args[0]]  # type: ignore[union-attr]
+        for value, item in zip(found, node.args[0], strict=True):  # type: ignore[arg-type]
+            if isinstance(value, (Kept, Places, NumberKept)) and not self.inlining:
+                raise self.kept.refused(item, "an output")
+        return found
 
     def constant(self, gm: fx.GraphModule, node: fx.Node) -> Any:
         value = gm
@@ -190,6 +202,8 @@ class GraphBuilder:
             self.graph.env[node] = self.graph.value(node.args[0])[node.args[1]]
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self.inline(gm, node, grad=grad)
+        elif self.kept.counts(node):
+            pass
         elif not isinstance(target, torch._ops.OpOverload):
             raise refused(node, f"a call of {target}", "operators of torch on tensors", _BEFORE)
         elif target._schema.name.split("::")[1] in _DROPPED:
@@ -230,11 +244,15 @@ class GraphBuilder:
             value = self.graph.value(operand)
             self.graph.env[place] = value if grad else self.detached(node, value)
         around, self.dtype = self.dtype, dtype
+        self.inlining += 1
         self.graph.env[node] = self.read_nodes(inner, grad=grad)
+        self.inlining -= 1
         self.dtype = around
 
     def detached(self, node: fx.Node, value: Any) -> Any:
         """`value` without gradient, which a region runs on: its own operators are like any others."""
+        if isinstance(value, Kept):
+            return replace(value, ref=self.detached(node, value.ref))
         if not isinstance(value, Ref) or not self.graph.specs[value.name].requires_grad:
             return value
         spec = replace(self.graph.specs[value.name], requires_grad=False)
@@ -251,6 +269,10 @@ class GraphBuilder:
         args, kwargs = self.graph.value(node.args), self.graph.value(node.kwargs)
         self.check_dense_gradient(node, target, args, kwargs)
         _refuse_memory_order(node, target)
+        if self.kept.concerns(target, args, kwargs):
+            write = partial(self.write, grad=grad)
+            self.graph.env[node] = self.kept.read(node, target, args, kwargs, write)
+            return
         written = self.in_place.written(node, target, args, kwargs, retyped=self.casts.retyped)
         if written is not None:
             mutable, target = target, _functional(node, target)
@@ -260,10 +282,28 @@ class GraphBuilder:
                 target, args, kwargs = self.in_place.copied(node, args[1], self.graph.specs[written])
         if target is CUSTOM:
             args = (*args[:4], Place(args[4]))
-        args, kwargs = device_by_name(target, args, kwargs)
         if spreads_out(node, target):
             args = (self.spread_out(node, args[0]), *args[1:])
-        values = node.meta.get("val")
+        value = self.write(node, target, args, kwargs, node.meta.get("val"), grad=grad, written=written)
+        self.graph.env[node] = value
+        if _is_hook(operation := self.graph.operators[-1]):
+            self.hook(node, operation)
+        if written is not None:
+            self.in_place.replace(node, written, value.name, grad=grad)
+
+    def write(
+        self,
+        node: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Any,
+        *,
+        grad: bool,
+        written: str | None = None,
+    ) -> Any:
+        """Write an operator down that gives tensors like `values`, and return what stands for these."""
+        args, kwargs = device_by_name(target, args, kwargs)
         if target is not CUSTOM and _is_fixed(values):
             args, kwargs, values = self.casts.under_autocast(
                 node, target, args, kwargs, values, dtype=self.dtype, written=written
@@ -314,11 +354,7 @@ class GraphBuilder:
         if written is not None:
             names = (self.casts.cast(node, names[0], self.graph.specs[written].dtype),)
             self.casts.retyped |= {names[0]} if written in self.casts.retyped else set()
-        self.graph.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
-        if _is_hook(operation):
-            self.hook(node, operation)
-        if written is not None:
-            self.in_place.replace(node, written, names[0], grad=grad)
+        return Ref(names[0]) if single else [*map(Ref, names), *unusable]
 
     def hook(self, node: fx.Node, operation: Operator) -> None:
         """Let all that uses a tensor use what the hook's `operation` gives instead, also before it.

@@ -30,6 +30,7 @@ from torch.nn.modules import batchnorm, transformer
 from torch.overrides import TorchFunctionMode
 
 from autopar.trace.finite_checks import FiniteChecks
+from autopar.trace.same_masks import SameMasks
 from autopar.trace.strided_windows import windows
 
 _NO_DIMS = torch.Size()
@@ -226,7 +227,7 @@ class _Rewriting(TorchFunctionMode):
     def __init__(self, notes: list[str], masks: _Masks) -> None:
         super().__init__()
         self.notes, self.masks = notes, masks
-        self.finite = FiniteChecks(_by_values)
+        self.finite, self.same = FiniteChecks(_by_values), SameMasks()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -238,8 +239,10 @@ class _Rewriting(TorchFunctionMode):
         self.finite.before(function, args, kwargs)
         if self.finite.answers_no(function, args):
             return False
+        args = self.same.picking(function, args)
         result = self.called(function, args, kwargs)
         self.finite.after(function, args, kwargs, result)
+        self.same.after(function, args, kwargs, result)
         return result
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -366,6 +366,108 @@ def gradients_are_reversed_and_hooked(wrap: Wrap) -> list[Any]:
     return [*found, *train(model), seen(model)]
 
 
+# -- state dicts --------------------------------------------------------------------------------
+
+
+class Versioned(nn.Module):
+    """State dicts with hooks of its own, each way, and a count that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.loads = nn.Linear(6, 8).double(), nn.Linear(8, 3).double(), 3
+        self.told: list[Any] = []
+        self._register_load_state_dict_pre_hook(self._of_old_names)
+        self.register_load_state_dict_pre_hook(lambda module, state, *_: self.told.append(len(state)))
+        self.register_load_state_dict_post_hook(
+            lambda module, keys: self.told.append((sorted(keys.missing_keys), sorted(keys.unexpected_keys)))
+        )
+        self.head._register_state_dict_hook(self._halved)
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"name": 7.0}))
+        self.register_state_dict_pre_hook(lambda module, prefix, keep: self.told.append(prefix))
+
+    @staticmethod
+    def _halved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+        state[prefix + "norm"] = state[prefix + "weight"].norm(dim=0)
+
+    def _of_old_names(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state.pop("name", None)
+        state.pop("head.norm", None)
+        for name in [name for name in state if name.startswith("old.")]:
+            state["body." + name.removeprefix("old.")] = state.pop(name) * 2
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.loads)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loads = int(state) + 1
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x).tanh())
+
+
+@equal
+def hooks_of_state_dicts_and_extra_state(wrap: Wrap) -> list[Any]:
+    found: list[Any] = []
+    for options in ({}, {"force": "filter"}):
+        model = wrap(Versioned(), X, **options)
+        found += [*train(model, count=2)]
+        state = seen_of(model.state_dict())
+        found += [state, repr([*state])]
+        old = {name.replace("body.", "old."): item for name, item in state.items()}
+        keys = model.load_state_dict(old, strict=False)
+        found += [len(keys.missing_keys), model.loads, *train(model, count=1), seen_of(model.state_dict())]
+        found.append(repr(model.told))
+    return found
+
+
+def seen_of(state: Any) -> dict[str, Any]:
+    return {name: torch.as_tensor(item).clone() for name, item in state.items()}
+
+
+# -- masks --------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Losses over what masks keep, of another number in each batch; `single` has one term."""
+
+    def __init__(self, *, single: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.single = single
+        self.body, self.head = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.body(x).tanh()
+        known, high = y < 2, x[:, 0] > 0
+        if self.single:
+            return F.cross_entropy(self.head(h[known]), y[known])
+        loss = F.cross_entropy(self.head(h[known]), y[known]) + (h[:, :6] - x)[x > 0].square().mean()
+        return loss + h[high].sum() / max(h[high].shape[0], 1)
+
+
+@equal
+def losses_over_masks(wrap: Wrap) -> list[Any]:
+    seen_before: list[Any] = []
+    for options in ({}, {"force": "filter"}):
+        model = wrap(Masked(), X, Y, **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            seen_before.append(loss.detach())
+        seen_before.append(seen(model))
+    return seen_before
+
+
+@equal
+def a_loss_over_a_mask_in_micro_batches(wrap: Wrap) -> list[Any]:
+    return stepped(wrap, Masked(single=True), X, Y)
+
+
 # -- micro-batches ------------------------------------------------------------------------------
 
 

@@ -48,6 +48,8 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str:
         pairs = zip(ours, theirs, strict=True)
         parts = [difference(mine, value, f"{where}[{place}]") for place, (mine, value) in enumerate(pairs)]
         return next((part for part in parts if part), "")
+    if isinstance(theirs, str):
+        return "" if ours == theirs else f"{where} is {ours}, not {theirs}"
     mine, value = (torch.as_tensor(item, dtype=torch.float64) for item in (ours, theirs))
     gap = _gap(mine, value)
     return "" if gap <= EXACT else f"{where} differs by {gap:.2g}"

@@ -26,9 +26,6 @@ _MODULE_HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
-    "_state_dict_hooks": "state_dict hook",
-    "_state_dict_pre_hooks": "state_dict pre-hook",
-    "_load_state_dict_post_hooks": "load_state_dict post-hook",
 }
 _HARMLESS = {  # the names of libraries' own
     "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
@@ -137,8 +134,6 @@ def _module_hooks(model: nn.Module) -> Iterator[str]:
             hooks = getattr(module, attribute, None) or {}
             if not all(map(is_harmless, hooks.values())):
                 yield f"a {name} on {_name(path)}"
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield f"extra state on {_name(path)}"
 
 
 def is_harmless(hook: object) -> bool:

@@ -144,10 +144,12 @@ class FullState:
         self._live = False
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks, after those that are there; loading runs them last."""
+        """Register the hooks, so that users' own see full tensors: first after saving, last for loading."""
+        after = module._register_state_dict_hook(self._after_saving)
+        module._state_dict_hooks.move_to_end(after.id, last=False)
         return [
             module.register_state_dict_pre_hook(self._before_saving),
-            module._register_state_dict_hook(self._after_saving),
+            after,
             module._register_load_state_dict_pre_hook(self._before_loading, with_module=True),
         ]
 
