@@ -33,6 +33,7 @@ from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
 
 from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -357,14 +358,16 @@ def _stopped(process: RankProcess) -> WorkerError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Mute what the agent logs about failures: it may name a rank that it ended itself."""
-    logger = logging.getLogger(multiprocessing.api.__name__)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Mute what the agent logs about failures and signals: it may name a rank that it ended itself."""
+    loggers = [logging.getLogger(module.__name__) for module in (multiprocessing.api, agent_api)]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
