@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -117,8 +117,13 @@ class ParameterChanges:
         return [name for name, new, old in pairs if new != old and (new[0] == old[0] or not self._staged)]
 
     def _names(self) -> list[str]:
-        named = self._tree.named_tensors()
-        return [name for name, item in named if isinstance(item, nn.Parameter) and isinstance(item, DTensor)]
+        """The names of what `_read` reads, in its order."""
+        return [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self._tree.root.named_modules()
+            for name, item in module._parameters.items()
+            if type(item) is DTensor
+        ]
 
 
 def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:
