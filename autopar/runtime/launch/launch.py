@@ -17,12 +17,14 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import math
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
 
 from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -138,9 +141,9 @@ def _launch(
     with (
         tempfile.TemporaryDirectory(prefix="autopar-") as logs,
         _environment(num_processes, variables or {}),
-        _signals(timeout, Path(logs)) as late,
+        _signals(),
         _short_grace(),
-        _watching(Path(logs), num_processes) as stopped,
+        _watching(Path(logs), num_processes, timeout) as found,
         _quiet(),
         _lines(),
     ):
@@ -155,7 +158,7 @@ def _launch(
         except SignalException as error:
             _end_all_but(others)
             _end_tails()
-            raise (stopped[0] if stopped else _interruption(error.sigval, timeout, late)) from None
+            raise (found[0] if found else _interruption(error.sigval)) from None
 
 
 def _children() -> set[int]:
@@ -240,19 +243,17 @@ def _worker_error(rank: int, num_processes: int, failure: ProcessFailure) -> Wor
     return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
 
 
-def _interruption(number: signal.Signals, timeout: float | None, late: Sequence[str]) -> BaseException:
-    match number:
-        case signal.SIGINT:
-            return KeyboardInterrupt()
-        case signal.SIGALRM:
-            return WorkerError(
-                where="all ranks",
-                found=f"still running after {timeout} s" + "".join(f": {where}" for where in late if where),
-                wanted="an end before that",
-                remedy="raise the timeout, or look for ranks that wait for each other",
-            )
-        case _:
-            return SystemExit(128 + number)
+def _interruption(number: signal.Signals) -> BaseException:
+    return KeyboardInterrupt() if number is signal.SIGINT else SystemExit(128 + number)
+
+
+def _late(timeout: float, where: str) -> WorkerError:
+    return WorkerError(
+        where="all ranks",
+        found=f"still running after {timeout} s" + (f", {where}" if where else ""),
+        wanted="an end before that",
+        remedy="raise the timeout, or look for ranks that wait for each other",
+    )
 
 
 @contextmanager
@@ -272,24 +273,19 @@ def _environment(num_processes: int, variables: Mapping[str, str]) -> Iterator[N
 
 
 @contextmanager
-def _signals(timeout: float | None, logs: Path) -> Iterator[list[str]]:
-    """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal. Yields
-    where the ranks are when it comes."""
+def _signals() -> Iterator[None]:
+    """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    others, late = _children(), list[str]()
-
-    def expired(number: int, _frame: FrameType | None) -> NoReturn:
-        late.append(where_are(logs, _children() - others))
-        raise SignalException("the time is up", signal.Signals(number))
-
-    signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, timeout or 0)
+    signal.signal(signal.SIGALRM, _alarmed)  # until the agent has its own
     try:
-        yield late
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _alarmed(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SignalException("the alarm", signal.Signals(number))
 
 
 @contextmanager
@@ -305,17 +301,19 @@ def _short_grace() -> Iterator[None]:
 
 
 @contextmanager
-def _watching(logs: Path, num_processes: int) -> Iterator[list[WorkerError]]:
+def _watching(logs: Path, num_processes: int, timeout: float | None) -> Iterator[list[WorkerError]]:
     """Within, a thread looks at the ranks; what it says of one that has been stopped for too long, or that
-    others wait for in vain, after which it rings the alarm."""
+    others wait for in vain, or of all when the time is up, after which it rings the alarm."""
     found: list[WorkerError] = []
     over = threading.Event()
     others = _children()
 
     def look() -> None:
-        looks = Counter[int]()
-        while not over.wait(LOOK_SECONDS) and not found:
+        looks, end = Counter[int](), time.monotonic() + (timeout or math.inf)
+        while not over.wait(max(0.0, min(LOOK_SECONDS, end - time.monotonic()))) and not found:
             ranks = _children() - others
+            if timeout and time.monotonic() >= end:
+                found.append(_late(timeout, where_are(logs, ranks)))
             found.extend(_stopped(process_of(pid)) for pid in ranks if _has_stopped(pid, looks))
             if (absent := never_joined(logs)) is not None:
                 found.append(_absent(absent, num_processes))
@@ -357,14 +355,16 @@ def _stopped(process: RankProcess) -> WorkerError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Mute what the agent logs about failures: it may name a rank that it ended itself."""
-    logger = logging.getLogger(multiprocessing.api.__name__)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Mute what the agent logs about failures and signals: it may name a rank that it ended itself."""
+    loggers = [logging.getLogger(module.__name__) for module in (multiprocessing.api, agent_api)]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

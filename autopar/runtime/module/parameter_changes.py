@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -92,17 +92,20 @@ class ParameterChanges:
             self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
         self._versions = self._read()
 
-    def _read(self) -> list[int]:
-        """The versions of parameters: a DTensor's own count writes to it, its part's those to that."""
+    def _read(self) -> list[tuple[int, int]]:
+        """The parts of parameters, by id, and their versions: a DTensor's counts writes to it, its part's
+        those to that."""
         held = [item for module in self._tree.modules for item in module._parameters.values()]
         mine = [(item, item._local_tensor) for item in held if type(item) is DTensor]
         try:
-            return [item._version + part._version for item, part in mine]
+            return [(id(part), item._version + part._version) for item, part in mine]
         except RuntimeError:  # tensors of torch.inference_mode have no versions
-            return [0 if part.is_inference() else item._version + part._version for item, part in mine]
+            versions = (0 if part.is_inference() else item._version + part._version for item, part in mine)
+            return [(id(part), version) for (_, part), version in zip(mine, versions, strict=True)]
 
     def _written(self) -> list[str]:
-        """Names of parameters that were written beside steps."""
+        """Names of parameters that were written beside steps; with stages one of them may be converted by
+        itself, which puts other tensors in their place."""
         now, before = self._read(), self._versions
         self._versions = now
         if now == before:
@@ -110,11 +113,17 @@ class ParameterChanges:
         if len(now) != len(before):
             return ["their number"]
         names = self._names()
-        return [names[place] for place, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
+        pairs = zip(names, now, before, strict=True)
+        return [name for name, new, old in pairs if new != old and (new[0] == old[0] or not self._staged)]
 
     def _names(self) -> list[str]:
-        named = self._tree.named_tensors()
-        return [name for name, item in named if isinstance(item, nn.Parameter) and isinstance(item, DTensor)]
+        """The names of what `_read` reads, in its order."""
+        return [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self._tree.root.named_modules()
+            for name, item in module._parameters.items()
+            if type(item) is DTensor
+        ]
 
 
 def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:
