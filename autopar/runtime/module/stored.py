@@ -145,8 +145,10 @@ class FullState:
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks, so that users' own see full tensors: first after saving, last for loading."""
+        others = dict(module._state_dict_hooks)
+        module._state_dict_hooks.clear()
         after = module._register_state_dict_hook(self._after_saving)
-        module._state_dict_hooks.move_to_end(after.id, last=False)
+        module._state_dict_hooks.update(others)
         return [
             module.register_state_dict_pre_hook(self._before_saving),
             after,
