@@ -28,6 +28,11 @@ simplify             leaves out what nobody needs
 spread_out           copies of expanded tensors, which stay
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
+reachable_state      what its code can look up by name
+code_names           the names in a function's code
+code_that_ran        whose code runs
+left_outside         what a forward changes outside of its modules
+eager_answers        what code hears that asks whether it is traced
 input_values         what forward decides by values of its inputs
 inference_mode       traces calls made in torch.inference_mode
 asked_inputs         of which inputs a trace failed to know values

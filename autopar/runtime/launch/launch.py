@@ -340,7 +340,7 @@ def _absent(rank: str, num_processes: int) -> WorkerError:
         where=f"rank {rank} of {num_processes}",
         found="its end, with exit code 0, before it joined the others, which wait for it",
         wanted="a script that comes to parallelize on every rank",
-        remedy="look for sys.exit, or a branch on the rank, before parallelize",
+        remedy="leave out sys.exit, or a branch on the rank, before parallelize",
     )
 
 
