@@ -377,14 +377,15 @@ class Versioned(nn.Module):
         torch.manual_seed(0)
         self.body, self.head, self.loads = nn.Linear(6, 8).double(), nn.Linear(8, 3).double(), 3
         self.told: list[Any] = []
-        self._register_load_state_dict_pre_hook(self._of_old_names)
-        self.register_load_state_dict_pre_hook(lambda module, state, *_: self.told.append(len(state)))
-        self.register_load_state_dict_post_hook(
+        this: Any = self
+        this._register_load_state_dict_pre_hook(self._of_old_names)
+        this.register_load_state_dict_pre_hook(lambda module, state, *_: self.told.append(len(state)))
+        this.register_load_state_dict_post_hook(
             lambda module, keys: self.told.append((sorted(keys.missing_keys), sorted(keys.unexpected_keys)))
         )
         self.head._register_state_dict_hook(self._halved)
-        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"name": 7.0}))
-        self.register_state_dict_pre_hook(lambda module, prefix, keep: self.told.append(prefix))
+        this.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"name": 7.0}))
+        this.register_state_dict_pre_hook(lambda module, prefix, keep: self.told.append(prefix))
 
     @staticmethod
     def _halved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

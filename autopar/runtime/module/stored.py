@@ -15,11 +15,12 @@ of the same ranks and other names: torch refuses to mix them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,9 +145,10 @@ class FullState:
         self._live = False
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks, so that users' own see full tensors: first after saving, last before loading."""
+        """Register the hooks: users' own see full tensors, after ours in saving and before it in loading."""
         after = module._register_state_dict_hook(self._after_saving)
-        module._state_dict_hooks.move_to_end(after.id, last=False)
+        hooks = cast("OrderedDict[int, Any]", module._state_dict_hooks)
+        hooks.move_to_end(after.id, last=False)
         return [
             module.register_state_dict_pre_hook(self._before_saving),
             after,
