@@ -5,6 +5,7 @@ graph_builder        writes the exported graph down as operators
 written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
 kept_rows            sums, means and losses of what a boolean mask keeps
+drawn_decisions      branches on random numbers that forward draws
 same_masks           masks that are computed twice, as one
 casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name

@@ -29,6 +29,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import batchnorm, transformer
 from torch.overrides import TorchFunctionMode
 
+from autopar.trace.drawn_decisions import DrawnDecisions
 from autopar.trace.finite_checks import FiniteChecks
 from autopar.trace.same_masks import SameMasks
 from autopar.trace.strided_windows import windows
@@ -227,7 +228,7 @@ class _Rewriting(TorchFunctionMode):
     def __init__(self, notes: list[str], masks: _Masks) -> None:
         super().__init__()
         self.notes, self.masks = notes, masks
-        self.finite, self.same = FiniteChecks(_by_values), SameMasks()
+        self.finite, self.same, self.drawn = FiniteChecks(_by_values), SameMasks(), DrawnDecisions()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -239,10 +240,15 @@ class _Rewriting(TorchFunctionMode):
         self.finite.before(function, args, kwargs)
         if self.finite.answers_no(function, args):
             return False
+        if (answer := self.drawn.answer(function, args)) is not None:
+            return answer
+        if self.drawn.is_asked(function, args):
+            raise _by_a_draw()
         args = self.same.picking(function, args)
         result = self.called(function, args, kwargs)
         self.finite.after(function, args, kwargs, result)
         self.same.after(function, args, kwargs, result)
+        self.drawn.after(function, args, result)
         return result
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,6 +284,16 @@ class _Rewriting(TorchFunctionMode):
                 "a forward by tensors alone",
                 "compute it with torch, or outside of forward and pass the result",
             ) from cause
+
+
+def _by_a_draw() -> ForwardError:
+    """The refusal of a branch on a random number."""
+    return ForwardError(
+        "a decision by a random number, as LayerDrop makes it",
+        "the same operators at every call",
+        "set that probability to 0 (config.layerdrop), or choose by "
+        "torch.where(torch.rand(()) < p, x, layer(x))",
+    )
 
 
 def _by_values() -> ForwardError:

@@ -62,9 +62,11 @@ def source_of(node: fx.Node) -> str:
 
 def user_line(error: BaseException, unknown: str = "the model's forward") -> str:
     """The innermost line of the user's own code in the traceback of `error`, or what stands for it."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not is_library(frame.filename):
-            return shown_line(frame.filename, frame.lineno or 0)
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    for is_others in (is_library, is_tool):  # else that of a library of models
+        for frame in frames:
+            if not is_others(frame.filename):
+                return shown_line(frame.filename, frame.lineno or 0)
     return next(reversed(list(_frames(str(error)))), unknown)
 
 
