@@ -50,7 +50,7 @@ def _free_tool() -> int | None:
 
 @contextmanager
 def _profiled(ran: set[types.CodeType]) -> Iterator[None]:
-    """As `code_that_runs`, by the profiler; one that is active goes on afterwards."""
+    """Take the code that runs from the profiler; one that is active goes on afterwards."""
     before: Any = sys.getprofile()
     profile = cProfile.Profile(subcalls=False, builtins=False)
     profile.enable()

@@ -115,19 +115,21 @@ def made_another(call: Call, rank: int, other: int, instead: Call) -> InputError
 
 def unlike(statements: Sequence[Statement], where: str) -> InputError:
     """What all ranks raise where parts of some differ from those of most."""
+    name, remedy, places = _difference(statements)
+    return InputError(where=where, found=f"{name} {places}", wanted="the same on all ranks", remedy=remedy)
+
+
+def _difference(statements: Sequence[Statement]) -> tuple[str, str, str]:
+    """What differs first, what to do, and where ranks are."""
     for parts in zip_longest(*(each.parts for each in statements)):
         pair = _odd([part and (part.name, part.digest) for part in parts])
         if pair is not None and all(part is not None for part in parts):
             odd, usual = pair
             name, remedy, _, shown = parts[odd]
             values = (f" ({shown})", f" ({parts[usual].shown})") if shown else ("", "")
-            return _error(where, name, remedy, _places(statements, odd, usual, values))
+            return name, remedy, _places(statements, odd, usual, values)
     odd, usual = _odd([len(each.parts) for each in statements]) or (len(statements) - 1, 0)
-    return _error(where, "the number of arguments", _SAME_CALLS, _places(statements, odd, usual))
-
-
-def _error(where: str, name: str, remedy: str, places: str) -> InputError:
-    return InputError(where=where, found=f"{name} {places}", wanted="the same on all ranks", remedy=remedy)
+    return "the number of arguments", _SAME_CALLS, _places(statements, odd, usual)
 
 
 def _places(statements: Sequence[Statement], odd: int, usual: int, values: tuple[str, str] = ("", "")) -> str:
