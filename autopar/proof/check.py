@@ -272,7 +272,9 @@ def _check_pipeline(
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
     autocast = request.autocast(cluster)
-    traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
+    with recording() as reads:
+        traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
+    Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)

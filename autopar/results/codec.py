@@ -12,6 +12,7 @@ has come since has a default.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -85,7 +86,7 @@ def _fault(cause: BaseException, kind: type | None) -> str:
 
 def _read(path: str | Path, kind: str) -> dict[str, Any]:
     """The document in a file, whose kind and versions are those wanted."""
-    if not Path(path).exists():
+    if not os.path.exists(path):  # nor can be
         raise InputError(
             where=str(path),
             found="no such file",

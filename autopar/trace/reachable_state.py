@@ -358,8 +358,9 @@ def is_library(module: str | None) -> bool:
     return _first(module) in _LIBRARIES
 
 
-def _first(module: str | None) -> str:
-    return (module or "").partition(".")[0]
+def _first(module: object) -> str:
+    """The package of a module; of a class that calls a property so, none."""
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def filled_cells(function: types.FunctionType) -> list[types.CellType]:

@@ -1,0 +1,104 @@
+"""State that forward may read is found by the names in code that ran, in whatever that can reach."""
+
+from __future__ import annotations
+
+import cProfile
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.trace.attribute_reads import recording
+from autopar.trace.code_names import names_in
+from autopar.trace.code_that_ran import code_that_runs
+from autopar.trace.eager_answers import NOTE
+from autopar.trace.export import trace
+from autopar.trace.reachable_state import Reachable
+from tests.border import settings
+
+X = torch.ones(4, 6)
+
+
+def helper(x: Tensor) -> Any:
+    return x * settings.SCALE
+
+
+def never(x: Tensor) -> Any:
+    return x * settings.TABLE["scale"]
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 3), function
+
+    def forward(self, x: Tensor) -> Any:
+        def inner(y: Tensor) -> Any:
+            return self.function(y) if len(y) else never(y)
+
+        return inner(self.layer(x))
+
+
+def named(model: nn.Module) -> Reachable:
+    with recording() as reads:
+        trace(model, (X,))
+    return reads.by_name()
+
+
+def test_names_of_code_are_those_of_globals_attributes_imports_and_texts() -> None:
+    def code(self: Any) -> Any:
+        import json.decoder
+
+        return getattr(self, "width"), settings.SCALE, ("a b", "depth"), json, lambda: X.shape  # noqa: B009
+
+    names = names_in(code.__code__)
+    assert names.globals == {"getattr", "settings", "X"}
+    assert names.imports == {"json.decoder"}
+    assert {"width", "SCALE", "depth", "shape"} <= names.every and "a b" not in names.every
+
+
+def test_code_that_ran_is_noted_and_the_profiler_goes_on() -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        with code_that_runs() as ran:
+            helper(X)
+    finally:
+        profile.disable()
+    assert helper.__code__ in ran and never.__code__ not in ran
+    assert sys.getprofile() is None
+
+
+def test_names_are_those_of_code_that_ran() -> None:
+    reached = named(Net(helper))
+    names = {space.shown: space.held() for space in reached.namespaces.values()}
+    assert "SCALE" in names["tests.border.settings"]
+    assert "TABLE" not in names["tests.border.settings"]  # of `never`, which didn't run
+    assert helper in reached.functions.values() and never not in reached.functions.values()
+
+
+def test_libraries_are_not_followed() -> None:
+    reached = named(Net(torch.tanh))
+    functions = {function.__module__.partition(".")[0] for function in reached.functions.values()}
+    assert functions == {"tests"}
+
+
+class Asking(nn.Module):
+    """Takes values out of the program where it isn't traced."""
+
+    def forward(self, x: Tensor) -> Any:
+        if torch.compiler.is_exporting():
+            return x * 2
+        return x * 3 if x.sin().sum() > self.limit() else x
+
+    def limit(self) -> Any:
+        return torch.rand(())
+
+
+def test_who_asks_hears_that_it_is_traced_where_nothing_else_can_be() -> None:
+    assert NOTE in trace(Asking(), (X,)).graph.notes
+    plain = types.MethodType(lambda self, x: x * (2 if torch.compiler.is_exporting() else 3), nn.Module())
+    assert NOTE not in trace(Net(plain), (X,)).graph.notes
