@@ -33,6 +33,7 @@ reachable_state      what its code can look up by name
 code_names           the names in a function's code
 code_that_ran        whose code runs
 left_outside         what a forward changes outside of its modules
+inside               stand-ins for tensors that it leaves somewhere
 eager_answers        what code hears that asks whether it is traced
 input_values         what forward decides by values of its inputs
 inference_mode       traces calls made in torch.inference_mode

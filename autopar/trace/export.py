@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.core.cutting import Count, Cutting
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
@@ -92,6 +93,7 @@ class Traced:
     structure: Structure = Structure()
     evaluates: bool = False  # whether integers of constants were evaluated
     asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
+    once: tuple[str, ...] = ()  # what forward has changed outside of the model
 
     def loss_alone(self) -> Traced:
         """A copy with the loss for its only output, as a step by `train_step` has it.
@@ -103,13 +105,15 @@ class Traced:
 
 class _Seen(NamedTuple):
     """What forward shows beside its tensors: which is the loss, the refusals of those at the end, which it
-    leaves somewhere, what a plan says of that, and a line where values of inputs decide."""
+    leaves somewhere, what a plan says of that, a line where values of inputs decide, and what forward
+    changes once outside."""
 
     results: Results
     loss_index: int | None
     cached: tuple[TraceError, ...]
     notes: tuple[str, ...]
     decided_by: str | None
+    once: tuple[str, ...]
 
 
 class _Flat(nn.Module):
@@ -174,7 +178,7 @@ class _Flat(nn.Module):
         try:
             output = self._output(called, fakes, reads)
             refuse_changed(self.arguments, passed, called)
-            beside = outside.left()
+            beside = outside.left(reads.has)
         finally:
             outside.restore()
         leaves, results = flatten_results(output)
@@ -186,7 +190,8 @@ class _Flat(nn.Module):
         line = next((item.line for item in reads.decisions if item.of_values), None)
         notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
         cached = [*left.cached, *made.check(), *beside]
-        self.record(_Seen(results, place, tuple(item.refusal for item in cached), notes, line))
+        refusals = tuple(item.refusal for item in cached)
+        self.record(_Seen(results, place, refusals, notes, line, tuple(outside.once)))
         write_back(buffers)
         return (*leaves, *(item.tensor for item in cached))
 
@@ -259,7 +264,20 @@ def trace(
         traced = trace_as(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
+    if traced.once:
+        again = trace_as(structure=traced.structure, evaluates=traced.evaluates)
+        if fingerprint_of(again.graph) != fingerprint_of(traced.graph):
+            raise _does_otherwise(traced.once[0])
     return traced
+
+
+def _does_otherwise(where: str) -> TraceError:
+    return TraceError(
+        where=where,
+        found="a forward that changes it, and does otherwise at its next call",
+        wanted="the same operators at every call",
+        remedy="call the model once before it is planned, or keep what changes in a buffer",
+    )
 
 
 def _with_structure(
@@ -362,7 +380,8 @@ def _trace(
             refused.inputs = frozenset(arguments.paths[place] for place in blamed[-1])
         raise refused from cause
     refuse_filled(arguments)
-    results, loss_index, cached, left, decided_by = seen[-1]
+    results, loss_index, cached, left, decided_by, _ = seen[-1]
+    once = tuple(name for item in seen for name in item.once)
     builder = GraphBuilder(
         model,
         arguments,
@@ -386,7 +405,7 @@ def _trace(
     nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))
     graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
     graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
-    return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
+    return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates, once=once)
 
 
 def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dict[str, torch.Tensor]:

@@ -3,15 +3,17 @@
     CACHE[n] = torch.linspace(0, 1, n)    a table, the same at each call    taken out: the program makes it
     LOG.append(y.mean())                  a tensor of the call              refused
     COUNT += 1                            a number that counts calls        refused
-    Registry.instance = Registry()        made once                         left there, as eager training does
+    WARNED = True                         once                              left there, as eager training does
+    settings.aux = y.mean()               a tensor of the call              refused where it is used
 
-A trace must not change what the user's code sees, and a program changes nothing outside.
+A trace must not change what the user's code sees, and a program changes nothing outside. After what is done
+once the next trace must give the same graph: what the first call alone does isn't lost without a word.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.trace.call_signature import holds_tensors
+from autopar.trace.inside import Inside
 from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Reachable
+from autopar.trace.reachable_state import Namespace, Reachable, filled_cells
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are made of tensors
 _ABSENT = object()
@@ -34,11 +37,18 @@ class LeftTensor(NamedTuple):
 
 
 class Outside:
-    """What code can reach beside the model's modules, as it is before forward."""
+    """What code can reach beside the model's modules, as it is before forward.
+
+    `once` are the names of what forward has changed and may change once.
+    """
 
     def __init__(self, reachable: Reachable, own: set[int]) -> None:
         """`own` are the ids of containers that modules hold, which are looked at elsewhere."""
-        spaces = [item for item in reachable.namespaces.values() if not (item.recorded or item.is_library)]
+        self.once: list[str] = []
+        self._inside: list[tuple[Namespace, str, Inside]] = []
+        spaces = [item for item in reachable.namespaces.values() if not (item.is_modules or item.is_library)]
+        cells = (cell for function in reachable.functions.values() for cell in filled_cells(function))
+        self._cells = [(cell, cell.cell_contents) for cell in cells]
         self._spaces = [(space, dict(space.table)) for space in spaces]
         self._caches = [(cache, cache.cache_info().misses) for cache in reachable.caches.values()]
         named = {
@@ -50,9 +60,21 @@ class Outside:
             if key not in own and isinstance(value, (list, dict, set, deque))
         ]
 
-    def left(self) -> list[LeftTensor]:
-        """The tensors that forward has left; raises TraceError for what no program leaves."""
-        return [item for where, before, after in self._changes() for item in _judged(where, before, after)]
+    def left(self, was_read: Callable[[Any, str], bool]) -> list[LeftTensor]:
+        """The tensors that forward has left; raises TraceError for what no program leaves.
+
+        Of attributes of objects `was_read` says whether forward reads them: others are refused where they are
+        used outside.
+        """
+        left = []
+        for where, before, after, space in self._changes():
+            if space is not None and _is_made(after) and not was_read(space.table, space.last(where)):
+                self._inside.append((space, space.last(where), Inside(where)))
+                continue
+            tensors = list(_judged(where, before, after))
+            self.once += [] if tensors else [where]
+            left += tensors
+        return left
 
     def restore(self) -> None:
         """Take out again whatever holds tensors of the trace."""
@@ -64,21 +86,30 @@ class Outside:
                 value.clear()
                 value.update(before) if isinstance(value, (dict, set)) else value.extend(before.values())
         for space, before in self._spaces:
-            for name in space.held():
+            for name in space.looked_at():
                 if space.table[name] is not before.get(name, _ABSENT) and _is_made(space.table[name]):
                     space.put(name, before[name]) if name in before else space.drop(name)
+        for space, name, stand_in in self._inside:
+            space.put(name, stand_in)
+        for cell, content in self._cells:
+            if cell.cell_contents is not content and _is_made(cell.cell_contents):
+                cell.cell_contents = content
 
-    def _changes(self) -> Iterator[tuple[str, Any, Any]]:
+    def _changes(self) -> Iterator[tuple[str, Any, Any, Namespace | None]]:
+        """What is another object now: its name, what it was and is, and the object whose attribute it is."""
         for space, before in self._spaces:
-            now = {name: space.table[name] for name in space.held()}
-            for name, value in now.items():
-                if value is not before.get(name, _ABSENT):
-                    yield space.path(name), before.get(name, _ABSENT), value
+            for name in space.looked_at():
+                if space.table[name] is not before.get(name, _ABSENT):
+                    is_objects = space if space.recorded else None
+                    yield space.path(name), before.get(name, _ABSENT), space.table[name], is_objects
         for where, value, before in self._containers:
             for place, then, now in _differences(where, before, _content(value)):
                 if isinstance(value, (list, deque)):
                     raise _changes(where, type(value).__name__)
-                yield place, then, now
+                yield place, then, now, None
+        for cell, content in self._cells:
+            if cell.cell_contents is not content:
+                yield "what forward closes over", content, cell.cell_contents, None
 
 
 def _content(value: Any) -> dict[Any, Any]:

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.operator_facts import is_random
-from autopar.errors import InputError, TraceError
+from autopar.errors import TraceError
 from autopar.trace.attribute_reads import Reads
+from autopar.trace.inside import Inside
 from autopar.trace.left_outside import SYMBOLS, LeftTensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -108,38 +109,6 @@ def write_back(buffers: State) -> None:
 
 def _shown(value: torch.Tensor | None) -> str:
     return "None" if value is None else str(TensorSpec(tuple(value.shape), value.dtype))
-
-
-class Inside:
-    """Stands where a tensor was that forward left in a module: it exists inside the program alone."""
-
-    def __init__(self, path: str) -> None:
-        object.__setattr__(self, "_path", path)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise InputError(
-            where=f"attribute {object.__getattribute__(self, '_path')}",
-            found="a tensor that forward leaves in its module, which exists inside the program alone",
-            wanted="results that forward returns",
-            remedy="let forward return it beside its output",
-        )
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, cls)]
-        return inside[0]._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_path":
-            raise AttributeError(name)
-        return self._refuse()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __neg__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __getitem__ = __len__ = __iter__ = _refuse
-    __float__ = __int__ = __bool__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-
-    def __repr__(self) -> str:
-        return f"<{object.__getattribute__(self, '_path')}, inside the program>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Namespace:
     shown: str
     recorded: bool = False
     is_library: bool = False
+    is_modules: bool = False
     looked_up: int = 0  # how many of the names
 
     def held(self) -> list[str]:
@@ -67,6 +68,14 @@ class Namespace:
             for name, value in self.table.items()
             if name in self.names and not (self.is_library and not callable(value))
         ]
+
+    def looked_at(self) -> list[str]:
+        """The names whose values forward may change: of an object, all."""
+        return [*self.table] if self.recorded else self.held()
+
+    def last(self, path: str) -> str:
+        """The name in a `path` of it."""
+        return path.removeprefix(f"{self.shown}.")
 
     def path(self, name: str) -> str:
         """A name as people write it."""
@@ -239,7 +248,8 @@ class Reachable:
         if table is not None:
             self._todo += table.get("_modules", {}).values() if isinstance(value, nn.Module) else ()
             near = self._ran is not None or isinstance(value, nn.Module) or not recorded
-            self._space(value, table, self.names if near else {}, kind.__name__, recorded=recorded)
+            space = self._space(value, table, self.names if near else {}, kind.__name__, recorded=recorded)
+            space.is_modules = isinstance(value, nn.Module)
         self._todo += _in_slots(value)
 
     def _space(

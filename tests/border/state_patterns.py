@@ -215,6 +215,47 @@ def questions_whether_it_is_traced(wrap: Wrap) -> list[Any]:
     return [item.detach() for item in (*found, model(X.T.contiguous().T))]
 
 
+class Meter:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.count, self.warm, self.last, self.warned = 0, True, 0.0, False
+
+    def warn(self) -> None:
+        if not self.warned:
+            self.warned = True
+
+
+class Metered(Net):
+    def __init__(self, use: Callable[[Meter, Tensor], Any]) -> None:
+        super().__init__()
+        self.meter, self.use = Meter(), use
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        return y * self.use(self.meter, y)
+
+
+@equal
+def what_is_done_once_changes_nothing(wrap: Wrap) -> list[Any]:
+    def use(meter: Meter, y: Tensor) -> Any:
+        meter.warn()
+        return 2.0
+
+    model = wrap(Metered(use), X)
+    return [model(X).detach(), model(X).detach(), float(model.meter.warned)]
+
+
+@equal
+def a_tensor_in_an_object_is_left_alone(wrap: Wrap) -> list[Any]:
+    def use(meter: Meter, y: Tensor) -> Any:
+        meter.last = y.mean()  # type: ignore[assignment]
+        return 2.0
+
+    model = wrap(Metered(use), X)
+    return [model(X).detach(), model(X).detach()]
+
+
 # -- refused ------------------------------------------------------------------------------------------
 
 
@@ -311,3 +352,56 @@ def a_metric_by_item(wrap: Wrap) -> list[Any]:
 
     model = wrap(Measured(), X)
     return [model(X).detach(), model.accuracy + 1.0]
+
+
+def _counts(meter: Meter, y: Tensor) -> Any:
+    meter.count += 1
+    return meter.count
+
+
+@refused("Meter.count.*1 instead of 0")
+def a_count_in_an_object(wrap: Wrap) -> list[Any]:
+    return [wrap(Metered(_counts), X)(X).detach()]
+
+
+def _warms(meter: Meter, y: Tensor) -> Any:
+    before, meter.warm = meter.warm, False
+    return 3.0 if before else 1.0
+
+
+@refused("Meter.warm.*does otherwise at its next call.*once before")
+def a_flag_of_the_first_call(wrap: Wrap) -> list[Any]:
+    return [wrap(Metered(_warms), X)(X).detach()]
+
+
+@refused("closes over.*instead of")
+def a_count_that_is_closed_over(wrap: Wrap) -> list[Any]:
+    count = 0
+
+    def use(meter: Meter, y: Tensor) -> Any:
+        nonlocal count
+        count += 1
+        return count
+
+    return [wrap(Metered(use), X)(X).detach()]
+
+
+@refused("found.*2 instead of 1|next call")
+def a_count_that_begins_absent(wrap: Wrap) -> list[Any]:
+    counts: dict[str, int] = {}
+
+    def use(meter: Meter, y: Tensor) -> Any:
+        counts["calls"] = counts.get("calls", 0) + 1
+        return counts["calls"]
+
+    return [wrap(Metered(use), X)(X).detach()]
+
+
+@refused("Meter.last.*let forward return")
+def a_tensor_of_an_object_is_used(wrap: Wrap) -> list[Any]:
+    def use(meter: Meter, y: Tensor) -> Any:
+        meter.last = y.mean()  # type: ignore[assignment]
+        return 2.0
+
+    model = wrap(Metered(use), X)
+    return [model(X).detach(), model.meter.last + 1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError, TraceError
 from autopar.trace.attribute_reads import recording
 from autopar.trace.export import trace
-from autopar.trace.module_state import Inside
+from autopar.trace.inside import Inside
 
 
 class Layer(nn.Module):

@@ -45,7 +45,7 @@ from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.trace.attribute_reads import Reads, recording
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments
-from autopar.trace.module_state import Inside
+from autopar.trace.inside import Inside
 from autopar.trace.numbers import NotFreeError
 
 Program = Bound | StagedProgram | Relay

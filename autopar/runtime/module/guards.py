@@ -106,7 +106,7 @@ class Guard:
             self._function(function)
         self._follow(reads.loss, "the loss")
         if named.reads_environment:
-            self._add(os.environ, _environment, ["os.environ"])
+            self._add(os.environ, _variables(named.names), ["an environment variable"])
         names = {slot.name for slot in free}
         self._free = {
             index for index, slot in enumerate(self._slots) if slot is not None and slot.name in names
@@ -385,8 +385,15 @@ def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any]:
     return (variable.get(None),)
 
 
-def _environment(variables: Any) -> tuple[frozenset[Any]]:
-    return (frozenset(getattr(variables, "_data", variables).items()),)
+def _variables(names: Iterable[str]) -> Callable[[Any], Any]:
+    """Gives the environment variables of these names."""
+    keys = [os.fsencode(name) for name in names]
+
+    def values(environment: Any) -> tuple[tuple[Any, ...]]:
+        raw = getattr(environment, "_data", {})  # not decoded one by one
+        return (tuple(map(raw.get, keys)),)
+
+    return values
 
 
 _ASKED: dict[type, Callable[[Any], Any]] = {
