@@ -8,8 +8,8 @@ On a channel of its own, since what meets there must not be taken for a tensor, 
 that makes one call more would pair its next exchange with one of another call. Ranks of one machine have
 sockets; others take one maximum of (h, -h), h being the digest, by gloo, beside NCCL too: no GPU waits.
 
-    sockets, 2 ranks     20 us of each rank, beside the wait for the slower one
-    gloo, 2 ranks        150 us
+On two cores that did other work, a meeting of two ranks took each of them 16 us of processor time by sockets
+(31 us with waiting, the median), and 220 us at best by gloo.
 """
 
 from __future__ import annotations
