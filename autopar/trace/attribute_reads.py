@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autopar.trace.code_that_ran import code_that_runs
 from autopar.trace.numbers import Number
@@ -139,6 +141,8 @@ class Reads:
             return  # of classes, which are looked at by name
         if name == "__dict__" and is_torch(sys._getframe(2).f_globals.get("__name__")):
             return  # nn.Module's own __setattr__ and __getattr__
+        if isinstance(result, FakeTensor | FunctionalTensor) and not isinstance(value, nn.Module):
+            return  # which forward has put there
         owner = self._owner(value)
         if name == "__dict__":
             name = ALL

@@ -65,7 +65,7 @@ class Namespace:
         """The names that it has now, of state or of code that can be replaced."""
         return [
             name
-            for name, value in self.table.items()
+            for name, value in [*self.table.items()]  # to which another thread may add
             if name in self.names and not (self.is_library and not callable(value))
         ]
 

@@ -256,6 +256,16 @@ def a_tensor_in_an_object_is_left_alone(wrap: Wrap) -> list[Any]:
     return [model(X).detach(), model(X).detach()]
 
 
+@equal
+def tensors_are_handed_on_in_an_object(wrap: Wrap) -> list[Any]:
+    def use(meter: Meter, y: Tensor) -> Any:
+        meter.last = y.mean()  # type: ignore[assignment]
+        return meter.last * 2
+
+    model = wrap(Metered(use), X)
+    return [model(X).detach(), model(2 * X).detach()]
+
+
 # -- refused ------------------------------------------------------------------------------------------
 
 
@@ -405,3 +415,12 @@ def a_tensor_of_an_object_is_used(wrap: Wrap) -> list[Any]:
 
     model = wrap(Metered(use), X)
     return [model(X).detach(), model.meter.last + 1]
+
+
+@refused("Meter.last.*tensor of the call")
+def a_mean_of_calls_in_an_object(wrap: Wrap) -> list[Any]:
+    def use(meter: Meter, y: Tensor) -> Any:
+        meter.last = 0.9 * meter.last + 0.1 * y.mean()  # type: ignore[assignment]
+        return meter.last
+
+    return [wrap(Metered(use), X)(X).detach()]
