@@ -174,7 +174,8 @@ class _Flat(nn.Module):
         reads.loss = self.loss_fn
         reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
         reads.see(*reads.roots)
-        outside = Outside(reads.reachable, {id(item.value) for item in attributes.values()})
+        own = {id(value) for module in self.model.modules() for value in vars(module).values()}
+        outside = Outside(reads.reachable, own)
         try:
             output = self._output(called, fakes, reads)
             refuse_changed(self.arguments, passed, called)
