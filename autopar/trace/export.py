@@ -175,6 +175,7 @@ class _Flat(nn.Module):
         reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
         reads.see(*reads.roots)
         own = {id(value) for module in self.model.modules() for value in vars(module).values()}
+        own |= {id(getattr(item, "__dict__", None)) for item in self.arguments.constants}  # refuse_filled
         outside = Outside(reads.reachable, own)
         try:
             output = self._output(called, fakes, reads)

@@ -47,6 +47,7 @@ class Outside:
         self.once: list[str] = []
         self._inside: list[tuple[Namespace, str, Inside]] = []
         spaces = [item for item in reachable.namespaces.values() if not (item.is_modules or item.is_library)]
+        spaces = [item for item in spaces if id(item.table) not in own]
         cells = (cell for function in reachable.functions.values() for cell in filled_cells(function))
         self._cells = [(cell, cell.cell_contents) for cell in cells]
         self._spaces = [(space, dict(space.table)) for space in spaces]
