@@ -115,7 +115,7 @@ class _Trial:
     @classmethod
     def of(cls, target: Target, plan: Plan, cluster: ClusterSpec, request: Request) -> _Trial:
         with recording() as reads:
-            traced = _trace(target, request, request.autocast(cluster))
+            traced = trace_whole(target, request, request.autocast(cluster))
         return cls(
             target,
             plan,
@@ -172,7 +172,7 @@ class _Trial:
 
     def trace(self) -> Traced:
         """The target's graph as things are."""
-        return _trace(self.target, self.request, self.request.autocast(self.cluster))
+        return trace_whole(self.target, self.request, self.request.autocast(self.cluster))
 
     def follows(self, traced: Traced, theirs: Record) -> bool:
         """Whether a program for the changed model trains like the model, which trained to `theirs`."""
@@ -197,7 +197,7 @@ class _Trial:
         return True
 
 
-def _trace(target: Target, request: Request, autocast: Autocast) -> Traced:
+def trace_whole(target: Target, request: Request, autocast: Autocast) -> Traced:
     """The target's graph; torch.export leaves copies of lists in modules, which are taken back."""
     states = [(vars(module), dict(vars(module))) for module in target.model.modules()]
     try:

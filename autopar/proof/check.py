@@ -26,7 +26,7 @@ from autopar.errors import InputError
 from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.planning.search import search
-from autopar.proof.changes import Changes, try_changes
+from autopar.proof.changes import Changes, trace_whole, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.low_precision import (
     Graphs,
@@ -229,15 +229,7 @@ def check(
         )
     autocast = request.autocast(cluster)
     with recording() as reads:
-        traced = trace(
-            target.model,
-            target.args,
-            target.kwargs,
-            loss_fn=target.loss_fn,
-            loss_only=False,
-            static=request.static,
-            autocast=autocast,
-        )
+        traced = trace_whole(target, request, autocast)
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)

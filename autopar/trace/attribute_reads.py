@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autopar.trace.code_that_ran import code_that_runs
+from autopar.trace.inside import LeftInside
 from autopar.trace.numbers import Number
 from autopar.trace.reachable_state import Reachable, is_torch
 
@@ -57,6 +58,7 @@ class Reads:
         self.loss: Any = None
         self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
+        self.inside: tuple[LeftInside, ...] = ()  # and in objects outside
         self._is_on = False
         self._kinds: dict[type, None] = {nn.Module: None}
         self._watched: dict[type, Any] = {}

@@ -180,18 +180,19 @@ class _Flat(nn.Module):
         try:
             output = self._output(called, fakes, reads)
             refuse_changed(self.arguments, passed, called)
-            beside = outside.left(reads.has)
+            beside = [*made.check(), *outside.left(reads.has)]
         finally:
             outside.restore()
+            made.restore()
         leaves, results = flatten_results(output)
         found = find_loss(output)
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
         left = left_in(self.model, attributes, reads)
-        reads.left = left.values
+        reads.left, reads.inside = left.values, tuple(outside.inside)
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
         line = next((item.line for item in reads.decisions if item.of_values), None)
         notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
-        cached = [*left.cached, *made.check(), *beside]
+        cached = [*left.cached, *beside]
         refusals = tuple(item.refusal for item in cached)
         self.record(_Seen(results, place, refusals, notes, line, tuple(outside.once)))
         write_back(buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -10,7 +11,7 @@ from autopar.errors import InputError
 
 
 class Inside:
-    """Stands where a tensor was that forward left in a module: it exists inside the program alone."""
+    """Stands where forward leaves a tensor."""
 
     def __init__(self, path: str) -> None:
         object.__setattr__(self, "_path", path)
@@ -18,7 +19,7 @@ class Inside:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise InputError(
             where=f"attribute {object.__getattribute__(self, '_path')}",
-            found="a tensor that forward leaves in its module, which exists inside the program alone",
+            found="a tensor that forward leaves there, which exists inside the program alone",
             wanted="results that forward returns",
             remedy="let forward return it beside its output",
         )
@@ -39,3 +40,16 @@ class Inside:
 
     def __repr__(self) -> str:
         return f"<{object.__getattribute__(self, '_path')}, inside the program>"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftInside:
+    """An attribute of an object of the user's, whose `table` it is in, where each call leaves a tensor."""
+
+    table: dict[str, Any]
+    name: str
+    stand_in: Inside
+
+    def leave(self) -> None:
+        """Put the stand-in there."""
+        self.table[self.name] = self.stand_in

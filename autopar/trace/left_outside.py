@@ -21,12 +21,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.trace.call_signature import holds_tensors
-from autopar.trace.inside import Inside
+from autopar.trace.inside import Inside, LeftInside
 from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Namespace, Reachable, filled_cells
+from autopar.trace.reachable_state import Reachable, filled_cells
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are made of tensors
 _ABSENT = object()
+_LEAVES = "a forward that leaves"
 
 
 class LeftTensor(NamedTuple):
@@ -39,13 +40,14 @@ class LeftTensor(NamedTuple):
 class Outside:
     """What code can reach beside the model's modules, as it is before forward.
 
-    `once` are the names of what forward has changed and may change once.
+    `once` are the names of what forward has changed and may change once, `inside` are attributes in which
+    calls leave tensors that forward doesn't read.
     """
 
     def __init__(self, reachable: Reachable, own: set[int]) -> None:
         """`own` are the ids of containers that modules hold, which are looked at elsewhere."""
         self.once: list[str] = []
-        self._inside: list[tuple[Namespace, str, Inside]] = []
+        self.inside: list[LeftInside] = []
         spaces = [item for item in reachable.namespaces.values() if not (item.is_modules or item.is_library)]
         spaces = [item for item in spaces if id(item.table) not in own]
         cells = (cell for function in reachable.functions.values() for cell in filled_cells(function))
@@ -68,9 +70,9 @@ class Outside:
         used outside.
         """
         left = []
-        for where, before, after, space in self._changes():
-            if space is not None and _is_made(after) and not was_read(space.table, space.last(where)):
-                self._inside.append((space, space.last(where), Inside(where)))
+        for where, before, after, attribute in self._changes():
+            if attribute is not None and _is_made(after) and not was_read(*attribute):
+                self.inside.append(LeftInside(*attribute, Inside(where)))
                 continue
             tensors = list(_judged(where, before, after))
             self.once += [] if tensors else [where]
@@ -90,23 +92,22 @@ class Outside:
             for name in space.looked_at():
                 if space.table[name] is not before.get(name, _ABSENT) and _is_made(space.table[name]):
                     space.put(name, before[name]) if name in before else space.drop(name)
-        for space, name, stand_in in self._inside:
-            space.put(name, stand_in)
         for cell, content in self._cells:
             if cell.cell_contents is not content and _is_made(cell.cell_contents):
                 cell.cell_contents = content
 
-    def _changes(self) -> Iterator[tuple[str, Any, Any, Namespace | None]]:
-        """What is another object now: its name, what it was and is, and the object whose attribute it is."""
+    def _changes(self) -> Iterator[tuple[str, Any, Any, tuple[Any, str] | None]]:
+        """What is another object now: its name, what it was and is; for attributes of objects also the table
+        and the key in it."""
         for space, before in self._spaces:
             for name in space.looked_at():
                 if space.table[name] is not before.get(name, _ABSENT):
-                    is_objects = space if space.recorded else None
-                    yield space.path(name), before.get(name, _ABSENT), space.table[name], is_objects
+                    attribute = (space.table, name) if space.recorded else None
+                    yield space.path(name), before.get(name, _ABSENT), space.table[name], attribute
         for where, value, before in self._containers:
             for place, then, now in _differences(where, before, _content(value)):
                 if isinstance(value, (list, deque)):
-                    raise _changes(where, type(value).__name__)
+                    raise _refusal(where, f"a forward that changes what the {type(value).__name__} holds")
                 yield place, then, now, None
         for cell, content in self._cells:
             if cell.cell_contents is not content:
@@ -131,13 +132,13 @@ def _differences(where: str, before: dict[Any, Any], now: dict[Any, Any]) -> Ite
 def _judged(where: str, before: Any, after: Any) -> Iterator[LeftTensor]:
     leaves = pytree.tree_leaves(after)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    yield from (LeftTensor(tensor, _leaves(where, "a tensor of the call")) for tensor in tensors)
+    yield from (LeftTensor(tensor, _refusal(where, f"{_LEAVES} a tensor of the call")) for tensor in tensors)
     if any(isinstance(leaf, SYMBOLS) for leaf in leaves):
-        raise _leaves(where, "a number that is made of tensors")
+        raise _refusal(where, f"{_LEAVES} a number that is made of tensors")
     if is_number(after) and is_number(before):
-        raise _leaves(where, f"{after!r} instead of {before!r}, which a program would leave as it is")
+        raise _refusal(where, f"{_LEAVES} {after!r} instead of {before!r}")
     if any(holds_tensors(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)):
-        raise _leaves(where, f"an object that holds tensors, {type(after).__name__}")
+        raise _refusal(where, f"{_LEAVES} an object that holds tensors, {type(after).__name__}")
 
 
 def _is_made(value: Any) -> bool:
@@ -146,19 +147,10 @@ def _is_made(value: Any) -> bool:
     return any(isinstance(leaf, (torch.Tensor, *SYMBOLS)) or holds_tensors(leaf) for leaf in leaves)
 
 
-def _leaves(where: str, what: str) -> TraceError:
+def _refusal(where: str, found: str) -> TraceError:
     return TraceError(
         where=where,
-        found=f"a forward that leaves {what} outside of the model",
+        found=f"{found}, outside of the model",
         wanted="results that forward returns, which a program gives at each call",
-        remedy="let forward return it, or keep it in a buffer of the model",
-    )
-
-
-def _changes(where: str, kind: str) -> TraceError:
-    return TraceError(
-        where=where,
-        found=f"a forward that changes what the {kind} holds, outside of the model",
-        wanted="results that forward returns, which a program gives at each call",
-        remedy="let forward return what it adds, and add it outside",
+        remedy="let forward return it and keep it outside, or keep it in a buffer of the model",
     )

@@ -186,34 +186,40 @@ def _replaces(path: str) -> TraceError:
 
 
 class Made:
-    """The names of parameters and buffers of a model, as forward begins."""
+    """Parameters and buffers that forward makes, beside those that a model has as it begins."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, dict.fromkeys(_names(model))
+        self._held = [
+            (path, held, set(held), module._non_persistent_buffers_set)
+            for path, module in model.named_modules()
+            for held in (module._parameters, module._buffers)
+        ]
 
     def check(self) -> list[LeftTensor]:
         """The buffers that forward has made and no state dict has; raises TraceError for other new ones."""
-        new = [name for name in _names(self._model) if name not in self._before]
-        kept = {name for name in new if _is_persistent(self._model, name)}
+        new = [item for item in self._new() if item[1] is not None]
+        kept = [path for path, _, is_saved in new if is_saved]
         if kept:
             raise TraceError(
-                where=min(kept),
+                where=kept[0],
                 found="a parameter or buffer that forward makes",
                 wanted="those that a model is planned with",
                 remedy="call the model once before it is planned, or make them in __init__",
             )
-        return [LeftTensor(self._model.get_buffer(name), _replaces(name)) for name in new]
+        return [LeftTensor(tensor, _replaces(path)) for path, tensor, _ in new]
 
+    def restore(self) -> None:
+        """Take them out again."""
+        for _, held, before, _ in self._held:
+            for name in held.keys() - before:
+                del held[name]
 
-def _names(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            yield from (_path(path, name) for name in held)
-
-
-def _is_persistent(model: nn.Module, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return name not in model.get_submodule(owner)._non_persistent_buffers_set
+    def _new(self) -> Iterator[tuple[str, Any, bool]]:
+        """Their paths, what they are, and whether a state dict has them."""
+        for path, held, before, unsaved in self._held:
+            for name, item in held.items():
+                if name not in before:
+                    yield _path(path, name), item, name not in unsaved
 
 
 def check_cached(graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]) -> None:

@@ -73,10 +73,6 @@ class Namespace:
         """The names whose values forward may change: of an object, all."""
         return [*self.table] if self.recorded else self.held()
 
-    def last(self, path: str) -> str:
-        """The name in a `path` of it."""
-        return path.removeprefix(f"{self.shown}.")
-
     def path(self, name: str) -> str:
         """A name as people write it."""
         return f"{self.shown}.{name}" if self.shown else name

@@ -107,3 +107,34 @@ def test_tensors_that_are_only_shown_stay_inside_and_numbers_are_left_behind() -
     assert path == ("layer", "shown") and isinstance(inside, Inside)
     with pytest.raises(InputError, match=r"attribute layer\.shown: .*inside the program alone"):
         inside + 1
+
+
+class Holding(nn.Module):
+    """Keeps what it made last in an object of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = SimpleBox()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box.last = x.mean()
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+            self.register_buffer("unused", None, persistent=False)
+        return x + self.table
+
+
+class SimpleBox:
+    last: Any = None
+
+
+def test_a_trace_leaves_objects_and_modules_as_they_were() -> None:
+    model = Holding()
+    with recording() as reads:
+        trace(model, (torch.randn(2, 3),))
+    assert model.box.last is None and vars(model.box) == {}
+    assert not model._buffers
+    (left,) = reads.inside
+    left.leave()
+    with pytest.raises(InputError, match=r"SimpleBox\.last"):
+        model.box.last + 1

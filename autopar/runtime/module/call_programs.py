@@ -195,7 +195,7 @@ class CallPrograms:
         if self.compiles:
             program.compile(tells=self._running.tells)
         guard = Guard(reads, own=self._tensors.tree.root.modules())
-        return Entry(program, guard, reads.left, call.constants, structure=structure)
+        return Entry(program, guard, reads.left, call.constants, structure=structure, inside=reads.inside)
 
     def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
         if dist.get_world_size() > 1 and not self._running.exact_random:
@@ -247,7 +247,7 @@ class CallPrograms:
             if not free.settle(call.constants):
                 return None
             structure = self._structure(made, call)
-            return Entry(program, guard, reads.left, call.constants, free, structure)
+            return Entry(program, guard, reads.left, call.constants, free, structure, reads.inside)
         return None
 
     def _structure(self, made: Executable | StagedExecutable, call: Arguments) -> StructureGuard | None:

@@ -388,12 +388,8 @@ def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any]:
 def _variables(names: Iterable[str]) -> Callable[[Any], Any]:
     """Gives the environment variables of these names."""
     keys = [os.fsencode(name) for name in names]
-
-    def values(environment: Any) -> tuple[tuple[Any, ...]]:
-        raw = getattr(environment, "_data", {})  # not decoded one by one
-        return (tuple(map(raw.get, keys)),)
-
-    return values
+    # What os.environ decodes: 400 names take 20 us, and 400 by itself.
+    return lambda environment: (tuple(map(environment._data.get, keys)),)
 
 
 _ASKED: dict[type, Callable[[Any], Any]] = {

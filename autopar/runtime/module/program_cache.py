@@ -10,6 +10,7 @@ from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.trace.call_signature import Arguments
+from autopar.trace.inside import LeftInside
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
 KINDS = 256  # kinds of call: a program takes about 0.5 MB
@@ -21,8 +22,9 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[P]):
-    """A program, the guard of what its trace read, and what forward leaves in modules, by path and name.
+    """A program, the guard of what its trace read, and what each call leaves in modules and objects.
 
+    `left` is by path and name of modules, `inside` are attributes of other objects.
     It was made for a call with these `constants`; `free` are numbers that may be others.
     """
 
@@ -32,6 +34,7 @@ class Entry(Generic[P]):
     constants: tuple[Any, ...] = ()
     free: Free | None = None
     structure: StructureGuard | None = None
+    inside: tuple[LeftInside, ...] = ()
 
     def fits(self, call: Arguments) -> bool:
         """Whether it is the program of a call, as things are; from now on it is."""

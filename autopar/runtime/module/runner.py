@@ -43,6 +43,7 @@ from autopar.runtime.parameters.parameters import (
 )
 from autopar.trace.autocast import without_autocast
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments, require_values
+from autopar.trace.inside import LeftInside
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
 from autopar.trace.structure import digest_of
@@ -110,6 +111,7 @@ class Runner:
         self._programs = CallPrograms(self.tensors, compile, running, self._agreement, self._local)
         self._current: Program | None = None  # that ran last, or was planned first
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
+        self._inside: tuple[LeftInside, ...] = ()  # and in other objects
         self._scaler: torch.amp.GradScaler | None = None  # of the losses of steps
 
     # -- calls ----------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class Runner:
         self._current = program
         with without_autocast(self._running.device.type):
             output = program(call.tensors)
-        self.tree.leave(self._left)
+        self._leave()
         return output
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,7 +185,7 @@ class Runner:
             else:
                 assert isinstance(program, Bound)
                 loss = self._accumulate(call, batch, program, scale, learn=learn)
-        self.tree.leave(self._left)
+        self._leave()
         return loss
 
     def compile(self) -> None:
@@ -205,8 +207,14 @@ class Runner:
         known: Entry[Program] | None = None,
     ) -> Program:
         entry = known or self._programs.find(call, step=step, place=place)
-        self._left = entry.left
+        self._left, self._inside = entry.left, entry.inside
         return entry.program
+
+    def _leave(self) -> None:
+        """Leave what forward leaves in modules and objects."""
+        self.tree.leave(self._left)
+        for item in self._inside:
+            item.leave()
 
     def _buffer(self, name: str) -> Tensor:
         """Gather the whole of a buffer, on every rank; a collective."""
