@@ -54,7 +54,7 @@ from autopar.trace.input_values import InputValues
 from autopar.trace.known_masks import with_known_masks
 from autopar.trace.left_outside import Outside
 from autopar.trace.module_state import Made, attributes_of, buffers_of, check_cached, left_in, write_back
-from autopar.trace.numbers import require_none
+from autopar.trace.numbers import Number, require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.routed_products import with_routed_products
 from autopar.trace.shared_memory import ByName, Known, OthersLearn, held_by_name, stale
@@ -175,7 +175,8 @@ class _Flat(nn.Module):
         reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
         reads.see(*reads.roots)
         own = {id(value) for module in self.model.modules() for value in vars(module).values()}
-        own |= {id(getattr(item, "__dict__", None)) for item in self.arguments.constants}  # refuse_filled
+        passed_objects = (item for item in self.arguments.constants if not isinstance(item, Number))
+        own |= {id(getattr(item, "__dict__", None)) for item in passed_objects}  # by refuse_filled
         outside = Outside(reads.reachable, own)
         try:
             output = self._output(called, fakes, reads)
