@@ -25,6 +25,7 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m tests.counts
 	$(PYTEST)
 
 test-long: $(STAMP)

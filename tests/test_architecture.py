@@ -54,6 +54,7 @@ OUTSIDE = {  # who may import what does the work outside
 TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison or a pattern of ATen's names
     "autopar.runtime.collectives.late_gradients": "products that have a late twin",
     "autopar.trace.call_forms": "calls that no graph has, and what does the same",
+    "autopar.trace.checkpoint_regions": "a count that a buffer holds, which it writes twice",
     "autopar.trace.constant_folding": "patterns of rows that are picked and placed, which it rewrites",
     "autopar.trace.edge_operators": "the same",
     "autopar.trace.fused_products": "the same",

@@ -41,6 +41,7 @@ from autopar.proof.precision import (
     raise_graph,
     raise_model,
     raise_tensor,
+    raised_eager,
     written_constants,
 )
 from autopar.proof.processes import Disagreement, TrainingJob, trace_lengths, train_on_processes
@@ -405,7 +406,8 @@ def _failure(
     """What the eager `model`, or the loss, raises for micro-batch `number`."""
     torch.manual_seed(seed(0, number))
     try:
-        run_eagerly(model, eager_call(model, arguments, tensors, target.loss_fn), target.loss_fn, {})
+        with raised_eager({}):
+            run_eagerly(model, eager_call(model, arguments, tensors, target.loss_fn), target.loss_fn)
     except Exception as cause:  # a forward raises anything
         return cause
     return None

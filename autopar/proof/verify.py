@@ -1,8 +1,7 @@
 """The parallel program against the eager serial model, in float64, over several optimizer steps.
 
 Outputs, loss, all gradients, and afterwards parameters and buffers. The serial side is the user's
-module itself, never the exported graph, so tracing is proved as well; only what it checkpoints is not
-recomputed in backward, which would write running statistics twice. verdict.py compares.
+module itself, never the exported graph, so tracing is proved as well. verdict.py compares.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from autopar.trace.call_signature import (
     flatten_results,
     split_for_loss,
 )
-from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
 from autopar.trace.user_source import user_line
@@ -98,11 +96,12 @@ def train_eagerly(
 
     def backward_of(step: int) -> None:
         torch.manual_seed(seed(step))
-        with _running_in_float64():
-            output, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
-        leaves, _ = flatten_results(output)
-        note_outputs(record, leaves, loss, step)
-        backward(loss, leaves)
+        with raised_eager(record.casts, constants):  # backward, too, runs what the model checkpoints
+            with _running_in_float64():
+                output, loss = run_eagerly(model, call, loss_fn)
+            leaves, _ = flatten_results(output)
+            note_outputs(record, leaves, loss, step)
+            backward(loss, leaves)
 
     return _train(model, record, steps, backward_of)
 
@@ -127,13 +126,14 @@ def accumulate_eagerly(
         total = torch.zeros((), dtype=torch.float64)
         for number, call in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with _running_in_float64():
-                _, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
-            assert loss is not None
-            weight = batch[number].weight
-            if weight:  # of a part in which nothing counts the loss is 0/0
-                backward(loss * weight, ())
-                total += weight * loss.detach()
+            with raised_eager(record.casts, constants):
+                with _running_in_float64():
+                    _, loss = run_eagerly(model, call, loss_fn)
+                assert loss is not None
+                weight = batch[number].weight
+                if weight:  # of a part in which nothing counts the loss is 0/0
+                    backward(loss * weight, ())
+                    total += weight * loss.detach()
         record.loss[f"{step}:loss"] = total
 
     return _train(model, record, steps, backward_of)
@@ -154,18 +154,11 @@ def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[
     return record
 
 
-def run_eagerly(
-    model: nn.Module,
-    call: Call,
-    loss_fn: LossFunction | None,
-    casts: dict[str, None],
-    constants: Sequence[Tensor] = (),
-) -> tuple[Any, Tensor | None]:
+def run_eagerly(model: nn.Module, call: Call, loss_fn: LossFunction | None) -> tuple[Any, Tensor | None]:
     """What the eager model gives for a call, and the loss, None if there is none."""
     args, kwargs, loss_args, loss_kwargs = call
-    with raised_eager(casts, constants), inlined():
-        output = model(*args, **kwargs)
-        return output, loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
+    output = model(*args, **kwargs)
+    return output, loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
 
 
 def _check_finite(record: Record, step: int) -> None:

@@ -41,7 +41,7 @@ from autopar.trace.call_signature import (
     refuse_sparse,
     split_for_loss,
 )
-from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.checkpoint_regions import inlined, written_again
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.devices import beside, devices_of, on_one_device
@@ -363,7 +363,7 @@ def _trace(
     device = traced_as(devices[0].type)
     try:
         with (
-            inlined(),
+            inlined() as again,
             modules_themselves(),
             caught(model),
             traceable(notes),
@@ -396,7 +396,7 @@ def _trace(
         structure=structure.users,
     )
     with autocast_set(OFF):
-        graph = builder.build(loss_index=loss_index, dropped=results.dropped)
+        graph = written_again(builder.build(loss_index=loss_index, dropped=results.dropped), again)
     for node in exported.graph.nodes:
         node.meta.clear()  # what torch holds on to may be a constant as large as a graph
     count = len(graph.outputs) - len(cached)

@@ -275,6 +275,15 @@ def require_none(what: str, *trees: Any) -> None:
         numbers.escapes(what)
 
 
+def computed(function: Callable[[Any], Any], literal: Plain) -> Any:
+    """Compute a literal of a graph from another; it may change with the numbers that the other is made of."""
+    result, numbers = function(literal), _current.get()
+    formula = numbers.formula(literal) if numbers is not None else None
+    if numbers is not None and formula is not None:
+        numbers.uses[result] = lambda values: function(formula(values))
+    return result
+
+
 def is_float(value: object) -> bool:
     """Whether a value is a plain float, or stands for one."""
     return type(value) is float or (type(value) is Number and isinstance(value, float))

@@ -41,19 +41,8 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
         why = "--recompute none" if recompute is Recompute.NONE else why
         return (f"what the model checkpoints is kept, not computed again: {why}",)
     if _within(done, regions):
-        found = f"computed again in backward: {len(regions)} regions that the model checkpoints"
-    else:
-        found = (
-            "computed again in backward: parts that the planner chose, not those that the model checkpoints"
-        )
-    mutated = {item.name for item in graph.inputs if item.mutated}
-    recomputed = (item for first, stop in regions for item in graph.operators[first:stop])
-    if any(mutated.intersection(item.operands) for item in recomputed):
-        found += (
-            "; running statistics in them are written once a step, where eager training, which recomputes "
-            "them too, writes them twice"
-        )
-    return (found,)
+        return (f"computed again in backward: {len(regions)} regions that the model checkpoints",)
+    return ("computed again in backward: parts that the planner chose, not those that the model checkpoints",)
 
 
 def _within(parts: tuple[tuple[int, int], ...], regions: tuple[tuple[int, int], ...]) -> bool:

@@ -17,7 +17,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.rewrite.render import describe
 from autopar.runtime.module.free_numbers import check_alike
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.numbers import NotFreeError, Numbers
+from autopar.trace.numbers import NotFreeError, Numbers, computed, freed, marked
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 
@@ -230,6 +230,16 @@ def _ints() -> None:
 
 def test_ints_are_free_too_but_stay_ints(pools: Pools) -> None:
     pools(2).run(_ints)
+
+
+def test_what_a_pass_makes_of_a_literal_stays_a_number_that_may_be_another() -> None:
+    numbers = Numbers([0.3], [0.4])
+    with freed(numbers):
+        (literal,) = marked(numbers.items)
+        formula = numbers.formula(computed(lambda m: 1 - m, literal))
+        assert formula is not None and formula([0.75]) == 0.25
+        assert numbers.formula(computed(lambda m: 1 - m, 0.5)) is None
+    assert computed(lambda m: 1 - m, 0.25) == 0.75
 
 
 VALUES = (0.3, 0.4, 0.6)
