@@ -23,7 +23,7 @@ from autopar.trace.user_source import is_library, shown_path
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable that says where torch writes the traceback
 JOINING, JOINED, ENDED, STACK = "joining", "joined", "ended", "stack"
 ASKING = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # that no library is known to use
-ANSWER_SECONDS = 0.3  # in which ranks write where they are
+ANSWER_SECONDS, WRITING_SECONDS = 3.0, 0.1  # in which ranks begin to write where they are, and end
 _FRAME = re.compile(r'File "(.+)", line (\d+) in')
 
 
@@ -57,13 +57,26 @@ def _own_folder() -> Path | None:
 
 def where_are(logs: Path, pids: Iterable[int]) -> str:
     """The line of the user's code in which each of these ranks is, as a clause; empty if none says so."""
-    for pid in pids:
-        if ASKING is not None and _listens(pid, ASKING):
-            with suppress(ProcessLookupError):
-                os.kill(pid, ASKING)
-    time.sleep(ANSWER_SECONDS)
-    lines = {path.parent.name: line for path in logs.glob(f"*/*/*/{STACK}") if (line := _line(path))}
+    asked = sum(_asks(pid) for pid in pids)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while len(_lines(logs)) < asked and time.monotonic() < deadline:
+        time.sleep(WRITING_SECONDS)
+    time.sleep(WRITING_SECONDS if asked else 0.0)
+    lines = _lines(logs)
     return ", ".join(f"rank {rank} in {lines[rank]}" for rank in sorted(lines, key=int))
+
+
+def _asks(pid: int) -> bool:
+    """Ask a rank where it is; false if it doesn't listen."""
+    if ASKING is not None and _listens(pid, ASKING):
+        with suppress(ProcessLookupError):
+            os.kill(pid, ASKING)
+            return True
+    return False
+
+
+def _lines(logs: Path) -> dict[str, str]:
+    return {path.parent.name: line for path in logs.glob(f"*/*/*/{STACK}") if (line := _line(path))}
 
 
 def _listens(pid: int, number: int) -> bool:

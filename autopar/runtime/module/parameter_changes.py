@@ -92,30 +92,32 @@ class ParameterChanges:
             self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
         self._versions = self._read()
 
-    def _read(self) -> list[tuple[int, int]]:
-        """The parts of parameters, by id, and their versions: a DTensor's counts writes to it, its part's
-        those to that."""
+    def _read(self) -> list[tuple[Any, int]]:
+        """The parts of parameters, by references, and their versions: a DTensor's counts writes to it, its
+        part's those to that.
+
+        Of a part there is one reference as long as that is kept; an id would be that of a later part, too.
+        """
         held = [item for module in self._tree.modules for item in module._parameters.values()]
         mine = [(item, item._local_tensor) for item in held if type(item) is DTensor]
         try:
             with torch._C.DisableTorchFunctionSubclass():  # or a property takes thrice as long
-                return [(id(part), item._version + part._version) for item, part in mine]
+                return [(weakref.ref(part), item._version + part._version) for item, part in mine]
         except RuntimeError:  # tensors of torch.inference_mode have no versions
             versions = (0 if part.is_inference() else item._version + part._version for item, part in mine)
-            return [(id(part), version) for (_, part), version in zip(mine, versions, strict=True)]
+            return [(weakref.ref(part), version) for (_, part), version in zip(mine, versions, strict=True)]
 
     def _written(self) -> list[str]:
         """Names of parameters that were written beside steps; with stages one of them may be converted by
         itself, which puts other tensors in their place."""
         now, before = self._read(), self._versions
         self._versions = now
-        if now == before:
-            return []
         if len(now) != len(before):
             return ["their number"]
-        names = self._names()
-        pairs = zip(names, now, before, strict=True)
-        return [name for name, new, old in pairs if new != old and (new[0] == old[0] or not self._staged)]
+        pairs = enumerate(zip(now, before, strict=True))
+        changed = [(at, new is old) for at, ((new, n), (old, o)) in pairs if new is not old or n != o]
+        names = self._names() if changed else []
+        return [names[at] for at, is_same in changed if is_same or not self._staged]
 
     def _names(self) -> list[str]:
         """The names of what `_read` reads, in its order."""

@@ -16,8 +16,7 @@ import time
 from autopar.runtime.launch.rank_files import answer_where
 
 answer_where()
-print("ready", flush=True)
-time.sleep(1000)
+print("ready", flush=True); time.sleep(1000)  # one line, whichever is reached
 """
 
 
@@ -35,16 +34,20 @@ def test_the_line_of_a_rank_that_waits_in_c_is_told(tmp_path: Path) -> None:
     environment = os.environ | {rank_files.ERROR_FILE: str(error), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
-        assert where_are(tmp_path, [rank.pid]) == f"rank 3 in {script}:7"
-        assert rank.poll() is None, "it goes on"
-        rank.kill()
+        try:
+            assert where_are(tmp_path, [rank.pid]) == f"rank 3 in {script}:6"
+            assert rank.poll() is None, "it goes on"
+        finally:
+            rank.kill()
 
 
 def test_a_process_that_does_not_listen_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as other:
-        assert where_are(tmp_path, [other.pid]) == ""
-        assert other.poll() is None
-        other.kill()
+        try:
+            assert where_are(tmp_path, [other.pid]) == ""
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 def test_a_rank_that_ended_before_it_joined_is_told_once_another_waits(tmp_path: Path) -> None:

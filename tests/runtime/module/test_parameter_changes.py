@@ -193,3 +193,18 @@ def _alike() -> float:
 def test_what_all_ranks_do_passes(pools: Pools) -> None:
     first, second = pools(2).run(_alike)
     assert first == second
+
+
+def _assigned() -> None:
+    training = Training("filter", a_write)
+    changes, weight = training.model._autopar.tensors.changes, training.model.first.weight
+    for _ in range(50):
+        list(changes.parts())
+        for _ in range(2):  # the second part may lie where the one before the first lay
+            weight.data = weight.data * 1.0
+        *_, writes = changes.parts()
+        assert writes.value == b"first.weight"
+
+
+def test_parts_that_take_the_place_of_others_are_always_seen(pools: Pools) -> None:
+    pools(2).run(_assigned)
