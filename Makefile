@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Compiled modules are kept: the tests start hundreds of processes that import them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check test-long bench plan-zoo mutants docs docs-test
+.PHONY: run test quick check test-slow test-long bench plan-zoo mutants docs docs-test
 
 run: $(RUN)
 	$(BIN)/python examples/photographs.py
@@ -21,12 +21,19 @@ run: $(RUN)
 test: $(STAMP)
 	$(PYTEST)
 
+# The tests of one room: make quick ROOM=trace
+quick: $(STAMP)
+	$(PYTEST) tests/$(ROOM)
+
 check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m tests.counts
 	$(PYTEST)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long

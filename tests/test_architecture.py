@@ -262,6 +262,7 @@ def test_the_database_may_be_the_first_import_of_a_process() -> None:
     assert done.stdout == "costdb.database\n", done.stderr
 
 
+@pytest.mark.slow
 def test_every_module_of_costdb_may_be_the_first_import_of_a_process() -> None:
     names = sorted(name.removesuffix(".__init__") for name in modules() if name.startswith("costdb"))
     assert len(names) > 10

@@ -93,6 +93,7 @@ def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["what"] for each in found["what_if"]] == ["devices=4", "memory=1GB"]
 
 
+@pytest.mark.slow
 def test_a_script_runs_the_plan_that_run_says(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, script = tmp_path / "plan.json", tmp_path / "train.py"
     script.write_text(
@@ -328,6 +329,7 @@ def test_a_micro_batch_that_the_serial_model_cannot_run_exits_with_2(
 # streams
 
 
+@pytest.mark.slow
 def test_what_a_target_prints_goes_to_stderr_also_past_python() -> None:
     done = started("plan", f"{TARGETS}:talks", *LOCAL, "--no-measure", "--json")
     assert done.returncode == 0, done.stderr
@@ -335,6 +337,7 @@ def test_what_a_target_prints_goes_to_stderr_also_past_python() -> None:
     assert "a line of the target" in done.stderr and "one past Python" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_exits_with_130_and_still_gives_an_object(tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time\n\ndef net():\n    print('ready', flush=True)\n    time.sleep(60)\n")
@@ -368,6 +371,7 @@ def test_nan_and_infinity_are_null() -> None:
 # run
 
 
+@pytest.mark.slow
 def test_run_starts_the_script_and_maps_exit_codes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -390,6 +394,7 @@ print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
     assert "modes True False ['--rate', '0.1']" in done.stderr, "a frozen batch norm stays in eval mode"
 
 
+@pytest.mark.slow
 def test_a_script_may_lie_beside_a_file_that_is_named_like_a_library(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -509,6 +514,7 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
 # profile
 
 
+@pytest.mark.slow
 def test_profile_measures_what_planning_then_reads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,6 +599,7 @@ def test_stages_offload_what_hides_and_compute_the_same(
     assert code == 0 and found["passed"], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [("--micro-batches", "1"), ("--micro-batches", "3"), ("--micro-batches", "1", "--recompute", "auto")],
@@ -743,6 +750,7 @@ def test_a_branch_on_values_names_the_users_line(capsys: pytest.CaptureFixture[s
     assert "targets.py" in error["where"] and "if x.sum() > 0:" in error["where"]
 
 
+@pytest.mark.slow
 def test_a_cap_that_nothing_meets_says_the_least_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "1", "--memory")
     error = error_of(capsys, *words, "2kB")

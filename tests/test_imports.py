@@ -96,6 +96,7 @@ result = dir(autopar)
     assert not HEAVY & modules
 
 
+@pytest.mark.slow
 def test_every_exported_name_is_there_whichever_module_came_first() -> None:
     result, modules = fresh(
         """

@@ -153,6 +153,7 @@ def test_a_key_stays_where_lines_and_folders_move(tree: Path) -> None:
     assert one.line != two.line and one.key(CODE) == two.key(moved)
 
 
+@pytest.mark.slow
 def test_tests_of_a_toy_notice_some_slips_and_not_others(tree: Path) -> None:
     seconds, lines = record(tree, 1)
     tests = [f"tests/test_sizes.py::test_{name}" for name in ("middle", "small_and_large")]

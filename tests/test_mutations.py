@@ -398,6 +398,7 @@ def _sum_of_gradients() -> bool:
     return _sums(mean=False)
 
 
+@pytest.mark.slow
 def test_the_bucket_that_averages_is_caught(pools: Callable[[int], Pool]) -> None:
     assert pools(2).run(_sum_of_gradients) == [True, True]
     assert pools(2).run(_mean_of_gradients) == [False, False]

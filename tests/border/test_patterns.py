@@ -74,11 +74,13 @@ def _refusal(name: str, costs: str) -> str:
     return "no refusal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_pattern_sees_what_it_sees_around_the_model(name: str, pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(_run, name, str(tmp_path / "costs.db")) == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_pattern_is_refused_by_name(name: str, pools: Pools, tmp_path: Path) -> None:
     for said in pools(2).run(_refusal, name, str(tmp_path / "costs.db")):

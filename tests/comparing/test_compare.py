@@ -59,6 +59,7 @@ def by_name(found: Comparison) -> dict[str, Row]:
 # rows
 
 
+@pytest.mark.slow
 def test_rows_are_the_plan_and_its_alternatives() -> None:
     rows = by_name(compared(NET, TWO))
     target = load_target(NET)

@@ -74,6 +74,7 @@ def totals(
     yield from groups.values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2)), Mesh((2, 3))], ids=str)
 def test_every_conversion_keeps_the_value_and_transposed_the_gradient(mesh: Mesh) -> None:
     """The pairing <value, gradient> is the same on both sides, typed as the placements say.

@@ -77,6 +77,7 @@ def test_a_place_that_is_not_there_once_is_told(tmp_path: Path) -> None:
             Recipe("", f"--- a.py\n {context}\n+z = 2\n", ()).apply(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_added_operator_is_proved_in_parts(tried: tuple[list[str], list[tuple[int, str]]]) -> None:
     passed, _ = tried
     assert any(

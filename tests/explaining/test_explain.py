@@ -112,12 +112,14 @@ def test_a_cap_that_binds_is_solved_without_and_with_a_little_more() -> None:
     assert "Memory binds: without" in str(found) and "more a device a step takes" in str(found)
 
 
+@pytest.mark.slow
 def test_what_an_option_costs_is_found_by_leaving_it_out() -> None:
     (force,) = (each for each in tight().options if each.what == "without --force batch")
     base = tight().base
     assert base and force.outcome and force.outcome.step_seconds <= base.step_seconds * (1 + GAPS)
 
 
+@pytest.mark.slow
 def test_without_time_the_plan_stands_alone_and_what_is_left_says_so() -> None:
     found = autopar.explain(target(), NODE, "head", what_if="batch=6000", memory=cap(), seconds=0, **FORCED)
     assert found.plan and found.base == Outcome.of(found.plan)

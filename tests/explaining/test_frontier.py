@@ -42,6 +42,7 @@ def test_a_point_is_the_plan_that_is_found_under_its_cap() -> None:
     assert alone.step_seconds == pytest.approx(point.step_seconds, rel=GAPS)
 
 
+@pytest.mark.slow
 def test_under_a_cap_that_no_plan_meets_the_leanest_that_is_known_ends_it() -> None:
     found = whole()
     assert found.infeasible is not None and found.untried == 0

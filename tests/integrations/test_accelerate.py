@@ -91,6 +91,7 @@ def train(folder: Path, serial: bool, options: dict[str, Any]) -> Any:
         return states, run.norms, run.evaluate(), run.scheduler.get_last_lr(), files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"force": "batch"}, {"force": "filter"}], ids=str)
 def test_accumulation_clipping_checkpoints_and_metrics_are_those_of_one_process(
     options: dict[str, Any], pools: Pools

@@ -79,6 +79,7 @@ def train(folder: Path, serial: bool) -> Any:
         return states, [module.losses for module, _ in runs], logged, runs[0][1].world_size
 
 
+@pytest.mark.slow
 def test_accumulation_clipping_checkpoints_and_validation_are_those_of_one_process(pools: Pools) -> None:
     theirs, ours = beside_serial(pools, train)
     assert max(map(gap, ours[0], theirs[0])) < EXACT

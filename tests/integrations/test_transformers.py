@@ -152,6 +152,7 @@ def _own_model(folder: Path, serial: bool, kind: type[nn.Module], options: dict[
         return states, logged(runs[0]), loss, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(Counting, {"force": "batch"}), (Net, {"force": "filter"})]

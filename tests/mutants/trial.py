@@ -71,7 +71,7 @@ class Copy:
         noted = self.root / ".failed"
         noted.unlink(missing_ok=True)
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples that failed for another slip
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *words]
         environment = os.environ | {"PYTHONPATH": str(self.root), FAILED: str(noted)} | dict(variables or {})
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(

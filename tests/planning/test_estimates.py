@@ -84,6 +84,7 @@ def test_sums_of_gradients_hide_behind_the_last_backward_pass_of_larger_micro_ba
     assert [one.seconds(None, count) for count in (4, 2, 1)] == pytest.approx([13.5, 13.0, 12.0])
 
 
+@pytest.mark.slow
 def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
     screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
     choices = screen.choices(2)

@@ -101,6 +101,7 @@ def by_file(path: Path, ranks: int, options: Options) -> tuple[str, str, float]:
     return str(ours), str(searched), worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), CASES, ids=str)
 def test_a_saved_plan_runs_as_the_searched_one_without_a_search(
     ranks: int, options: Options, pools: Pools, tmp_path: Path

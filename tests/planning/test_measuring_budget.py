@@ -78,6 +78,7 @@ def test_without_seconds_it_is_the_plan_by_estimates(costdb: str) -> None:
     assert found == guessed
 
 
+@pytest.mark.slow
 def test_of_a_short_budget_part_is_measured_and_the_next_plan_goes_on(costdb: str) -> None:
     shares, known = [], []
     for _ in range(4):
@@ -89,6 +90,7 @@ def test_of_a_short_budget_part_is_measured_and_the_next_plan_goes_on(costdb: st
     assert known[0] < known[-1] and known == sorted(known)
 
 
+@pytest.mark.slow
 def test_what_is_not_measured_follows_from_what_is(costdb: str) -> None:
     """All operators take twice their estimates: so does the step, as far as they are known."""
     guessed = planned(costdb, measure=False)

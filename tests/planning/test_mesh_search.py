@@ -75,6 +75,7 @@ STEPS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", STEPS, ids=str)
 def test_a_gap_is_that_of_a_plans_seconds_to_its_bound(asked: dict[str, Any]) -> None:
     """Seconds are summed anew, or simulated anew, from the program or the stages that the plan has."""

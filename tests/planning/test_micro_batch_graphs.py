@@ -173,6 +173,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_parts_add_up_to_the_batch(loss: Loss) -> None:
     found = assert_alike(net(loss), *data())
@@ -184,6 +185,7 @@ def test_parts_that_count_by_their_inputs_are_noted(loss: Loss) -> None:
     assert "by its share of what the whole batch" in str(parts(net(loss), *data()).traced(2).graph.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [*MEANS.values(), *SUMS.values()], ids=[*MEANS, *SUMS])
 def test_parts_that_count_by_samples_need_no_note(loss: Loss) -> None:
     assert not parts(net(loss), *data()).traced(2).graph.notes
@@ -253,6 +255,7 @@ TWICE: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "samples"),
     [(dims, place) for n in (1, 2) for dims in combinations(range(3), n) for place in range(0, 3, n)],

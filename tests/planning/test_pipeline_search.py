@@ -321,6 +321,7 @@ class SoughtError(Exception):
     """Step plans were to be sought."""
 
 
+@pytest.mark.slow
 def test_micro_batches_without_stages_are_sought_only_where_memory_is_scarce(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     assert report.passed, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "force"), [(2, None), (3, None), (2, "filter")])
 def test_a_buffer_is_read_and_written_in_one_stage(stages: int, force: str | None) -> None:
     request = Request(
@@ -321,6 +322,7 @@ def test_the_full_photographs_are_restored_in_parallel_as_serially(force: str | 
 # Real processes
 
 
+@pytest.mark.slow
 def test_real_processes_agree_with_serial_training() -> None:
     report = checked("net", 2, force="channel", processes=True)
     assert report.passed, report
@@ -404,6 +406,7 @@ def test_nan_is_an_error_and_null_in_json() -> None:
     assert verdict_module.compare(record, other).max_error["outputs"] == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     ("loss_fn", "found"),

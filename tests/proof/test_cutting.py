@@ -83,6 +83,7 @@ def per_sample(z: Tensor, y: Tensor) -> Tensor:
     return z.square().sum() / len(z) + z.sigmoid().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_sum_that_python_divides_beside_a_mean_is_computed_as_in_serial_parts(stages: int) -> None:
     report = verified(layers(), batch(), per_sample, stages=stages)

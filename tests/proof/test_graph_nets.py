@@ -143,6 +143,7 @@ def weighed(reduce: Callable[[Tensor], Tensor]) -> type[SumOfNeighbours]:
     return Weighed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reduce"),
     [

@@ -56,6 +56,7 @@ def test_what_one_index_picks_and_places_is_exchanged_apart() -> None:
     assert prove(model, program, dims)[0] < TOLERANCE
 
 
+@pytest.mark.slow
 def test_random_programs_on_random_graphs_equal_serial() -> None:
     assert prove_random_graph_programs(5, repeat=True) > 0
 

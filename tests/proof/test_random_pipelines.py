@@ -65,6 +65,7 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
     return met
 
 
+@pytest.mark.slow
 def test_random_pipelines_equal_serial_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     met = prove_random_pipelines(60, repeat=True)
     with capsys.disabled():

@@ -60,6 +60,7 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
     return met
 
 
+@pytest.mark.slow
 def test_random_programs_equal_serial(capsys: pytest.CaptureFixture[str]) -> None:
     met = prove_random_programs(150, repeat=True)
     with capsys.disabled():

@@ -88,6 +88,7 @@ def test_all_maps_of_one_size_in_a_unet_have_one_even_cut(mesh: Mesh) -> None:
             assert not has_empty(cut) and longest(cut) <= max(even * (1 + UNEVEN), even + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(9, 70), st.integers(1, 3), st.sampled_from([*MESHES, Mesh((3,)), Mesh((2, 3))]))
 def test_unets_of_any_size_keep_their_halos_small(height: int, levels: int, mesh: Mesh) -> None:

@@ -84,6 +84,7 @@ ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONG)
 def test_a_dim_is_the_samples_from_either_end(name: str) -> None:
     for dim in (0, -2):

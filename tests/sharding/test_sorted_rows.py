@@ -202,6 +202,7 @@ MEETING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", MEETING)
 def test_rows_that_meet_others_where_they_are_sorted_are_told(
     then: Callable[[Mixture, Tensor], Tensor],

@@ -59,6 +59,7 @@ def customs(name: str) -> list[Operator]:
     return [item for item in graph.operators if item.target is CUSTOM]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CUT, *GATHERED, *TRACED])
 @pytest.mark.parametrize("force", ["batch", None])
 def test_it_trains_as_eager_code_does(name: str, force: str | None) -> None:
@@ -96,6 +97,7 @@ def test_stages_and_micro_batches(stages: int) -> None:
     assert report.passed, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 def test_rows_go_their_own_ways_where_parts_are_those_of_the_whole(name: str) -> None:
     assert customs(name)

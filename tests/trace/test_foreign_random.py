@@ -57,6 +57,7 @@ def states() -> list[str]:
     return [repr(state) for state in generators] + [repr(torch.get_rng_state().tolist())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_that_a_program_would_not_repeat_is_refused_with_its_line_and_leaves_no_trace(
     name: str,

@@ -171,6 +171,7 @@ def test_a_tensor_of_a_list_is_as_the_list_was() -> None:
     assert not any("mul" in str(item.target) for item in _recorded(then, LENGTHS)[0].graph.operators)
 
 
+@pytest.mark.slow
 def test_every_question_has_its_own_answer() -> None:
     def then(h: Tensor, other: Tensor) -> Tensor:
         for count in range(1, 20):

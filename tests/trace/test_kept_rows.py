@@ -116,6 +116,7 @@ def check(model: nn.Module, args: tuple[Tensor, ...], kinds: list[str]) -> None:
             torch.testing.assert_close(gradient, parameters[item.target].grad, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATIC)
 def test_sums_and_means_of_what_a_mask_keeps_are_exact(name: str) -> None:
     model = Net(STATIC[name]).double()
@@ -128,6 +129,7 @@ def test_of_nothing_a_mean_is_no_number_and_a_sum_is_zero() -> None:
         check(Net(STATIC[name]).double(), batch(keep=False), ["batch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_VALUES)
 def test_what_depends_on_how_many_there_are_is_refused(name: str) -> None:
     with pytest.raises(ValuesAskedError, match=r"values.*torch\.where"):

@@ -126,6 +126,7 @@ def prove(forward: Forward, *, shape: tuple[int, ...] = (VERTICES, 4)) -> Graph:
     return graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_placed_among_zeros(form: str) -> None:
     targets = {item.target for item in prove(FORMS[form]).operators}

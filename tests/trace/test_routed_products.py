@@ -57,6 +57,7 @@ class Experts(nn.Module):
         return self.back(rows * weights.reshape(-1)[order].unsqueeze(1), order, x, self.k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sorts", [1, 2, 0])
 @pytest.mark.parametrize(("back", "k"), [(back_added, 2), (back_put, 2), (back_fetched, 1)])
 def test_no_row_is_moved_where_nobody_sees_the_order(

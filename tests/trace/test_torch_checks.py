@@ -105,6 +105,7 @@ TRACED: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_the_program_computes_what_the_eager_model_does(name: str) -> None:
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def in_batches(graph: Graph, mesh: Mesh) -> Forced:
     return dims, force_kinds(graph, dims, ["batch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ITSELF, *COPIES])
 def test_a_write_to_a_result_that_is_the_argument_is_a_write_to_that_alone(name: str) -> None:
     model = Written((ITSELF | COPIES)[name])

@@ -48,6 +48,7 @@ def prices_of(graph: Graph, mesh: Mesh) -> Prices:
     return Prices(graph, Dims(graph, find_atoms(graph), mesh), CLUSTER, MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh((4,)), Mesh((2, 2))])
 def test_what_other_graphs_have_taught_is_what_pricing_anew_gives(mesh: Mesh) -> None:
     """Strides and rows differ, so that what looks alike is cut otherwise, and exchanges other halos."""

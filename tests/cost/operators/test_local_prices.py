@@ -80,6 +80,7 @@ def nets() -> Graph:
     return trace(Net(), (x, torch.zeros(4, 6, dtype=torch.long), torch.zeros(4, 48))).graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*GRAPHS, nets], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_local_call_costs_and_holds_what_its_rule_writes(make: Callable[[], Graph], training: bool) -> None:

@@ -32,6 +32,7 @@ def test_the_predicted_peak_is_the_measured_one(case: Case, pools: Callable[[int
     assert found.predicted == pytest.approx(found.storages, rel=WITHIN)
 
 
+@pytest.mark.slow
 # What backward begins with is held by who calls it: of a loss some bytes, of outputs as much as these.
 @pytest.mark.parametrize(
     "case",

@@ -81,6 +81,7 @@ def test_equal_blocks_stand_once_and_small_operators_in_the_table_alone() -> Non
     assert "In the table alone: 1 small operator." in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [hostile(), large(), long(), staged(256, 16)], ids=["hostile", "large", "long", "staged"]
 )

@@ -78,6 +78,7 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
     assert f"s in forward ({script}:18): rank 1 was last in forward ({script}:13)" in told
 
 
+@pytest.mark.slow
 def test_an_attribute_that_one_rank_changes_alone_ends_all_by_name(tmp_path: Path) -> None:
     change = "parallel[1].rate = 1.0\nparallel(x)\nif rank == 0:\n    parallel[1].rate = 0.5\n"
     begin = BEGIN.replace("torch.nn.Tanh()", "Scaled()").replace("torch.manual_seed(0)", SCALED)

@@ -171,6 +171,7 @@ def _train_cast(overlap: bool, reduce_dtype: str, wired: bool) -> tuple[int, lis
         return started[0], [item.clone() for item in ours.state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wired", [True, False], ids=["streams", "process group"])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 def test_gathers_of_casts_start_early_and_give_the_same_bits(

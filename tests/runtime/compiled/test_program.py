@@ -43,6 +43,7 @@ def _train_traced(plan: str, gathering: Gathering) -> None:
     assert made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, gathering",
     [("recomputed", Gathering.REGATHER), ("micro-batches", Gathering.ONCE), ("1f1b", Gathering.REGATHER)],

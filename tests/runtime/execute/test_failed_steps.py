@@ -217,6 +217,7 @@ def _refused(schedule: ScheduleKind | None) -> None:
     assert all(gap(state[name], value) < EXACT for name, value in serial.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, ScheduleKind.ONE_F_ONE_B])
 def test_a_refused_batch_leaves_the_next_step_alone(schedule: ScheduleKind | None, pools: Pools) -> None:
     pools(2 if schedule is None else 4).run(_refused, schedule)

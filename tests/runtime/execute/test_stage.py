@@ -120,6 +120,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 every_part = pytest.mark.parametrize("part", [0, 1, 3, 50], ids="recomputed by {}".format)
 
 
+@pytest.mark.slow
 @every_part
 @every_model
 def test_planning_knows_what_splits_cleanly(name: str, part: int) -> None:
@@ -135,6 +136,7 @@ def test_planning_knows_what_splits_cleanly(name: str, part: int) -> None:
     assert clean.any()
 
 
+@pytest.mark.slow
 @every_part
 @every_model
 def test_two_halves_give_the_gradients_of_the_whole(name: str, part: int) -> None:

@@ -327,6 +327,7 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
     return [item.numel() for item in ours.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starts", [(0, 1), (0, 4)])
 def test_a_rank_without_parameters_has_an_optimizer_too(starts: tuple[int, int], pools: Pools) -> None:
     found = on_ranks(pools, "1f1b", _without_parameters, starts)
@@ -348,6 +349,7 @@ def _clipped(case: str) -> None:
         assert gap(ours.clip_grad_norm_(1e9, norm_type), theirs) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b", "four ranks", "1f1b x batch", "zbv x filter"])
 def test_gradients_are_clipped_by_the_serial_norm(case: str, pools: Pools) -> None:
     """By 1, 2, 3 and inf; a tied weight counts once, what is sharded counts whole."""
@@ -387,6 +389,7 @@ def _modes(case: str) -> None:
         assert gap(ours.state_dict(), serial.state_dict()) < EXACT  # running statistics too
 
 
+@pytest.mark.slow
 @two_cases
 def test_evaluation_and_both_modes(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _modes)
@@ -566,6 +569,7 @@ def _trunk(case: str, starts: tuple[int, ...]) -> None:
         check_gradients(ours, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpipe", "1f1b", "zb1p"])
 @pytest.mark.parametrize("starts", [(0, 3), (0, 5), (0, 0), (0, 7)], ids=str)
 def test_stages_without_a_gradient_or_without_operators(
@@ -601,6 +605,7 @@ def _gated(case: str) -> None:
             check_gradients(ours, serial)
 
 
+@pytest.mark.slow
 def test_what_the_second_half_reads_survives_the_first(pools: Pools) -> None:
     on_ranks(pools, "zb1p", _gated)
 
@@ -616,6 +621,7 @@ def _unequal() -> None:
     assert gap(ours.state_dict(), serial.state_dict()) < EXACT
 
 
+@pytest.mark.slow
 def test_unequal_micro_batches_without_stages(pools: Pools) -> None:
     pools(2).run(_unequal)
 
@@ -719,6 +725,7 @@ def events(pools: Pools, case: str, bucket_bytes: int) -> list[list[Event]]:
     return found[::2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BY_BATCH)
 def test_a_stage_that_has_its_gradients_sums_them_while_the_schedule_goes_on(case: str, pools: Pools) -> None:
     for found in events(pools, case, 2**20):
@@ -902,6 +909,7 @@ def _raises() -> None:
     ours.train_step(*batch())
 
 
+@pytest.mark.slow
 def test_a_stage_that_raises_ends_all_ranks() -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2: found") as caught:
         run_function(_raises, 2, timeout=PROMPT)

@@ -37,6 +37,7 @@ def new_pages(mode: str) -> int:
     return int(shown.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 def test_what_is_freed_is_met_again() -> None:
     """Without, it depends on what lies above the blocks whether the heap's end is given back."""

@@ -141,6 +141,7 @@ def start(script: str) -> subprocess.Popen[str]:
     return launcher
 
 
+@pytest.mark.slow
 def test_ranks_run_a_script_as_python_does_and_their_lines_come_whole(
     write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_lines_of_unbuffered_ranks_come_whole(
     assert sorted(out.splitlines()) == sorted(lines + [f"[rank 1] {line}" for line in lines])
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(
     write: Write, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -182,6 +184,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(
     assert left(script) == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write(JOINED + KILLED)
     assert run_script(script, 2, timeout=PROMPT) == 4
@@ -189,6 +192,7 @@ def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.Capture
     assert left(script) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_writes_its_traceback_is_named(
     write: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +212,7 @@ def test_a_rank_that_others_wait_for_is_named_in_their_place() -> None:
     assert launch._worker_error(0, 2, failure).where == "rank 1 of 2, which others wait for"
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_it_joins_is_named_at_once(
     write: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +234,7 @@ def test_a_scripts_own_exit_code_is_told(write: Write, capfd: pytest.CaptureFixt
     assert left(script) == []
 
 
+@pytest.mark.slow
 def test_what_autopar_refuses_on_a_rank_is_bad_input(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write("import autopar\nautopar.ClusterSpec.local(0)\n")
     assert run_script(script, 1) == 2
@@ -286,6 +292,7 @@ def test_an_interrupted_launcher_ends_its_ranks(write: Write, number: signal.Sig
     assert left(script) == []
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank(write: Write) -> None:
     script = write(WAITS)
     with start(script) as launcher:
@@ -301,6 +308,7 @@ def test_a_rank_that_starts_after_its_launcher_died_ends() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_function_returns_one_result_for_each_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_function(os.write, 2, 1, b"hello\n") == [6, 6]
     out, err = capfd.readouterr()

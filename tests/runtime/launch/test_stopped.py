@@ -119,6 +119,7 @@ def test_a_peer_that_never_comes_is_named() -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOPPED_SECONDS", 0.5)
     monkeypatch.setattr(launch, "LOOK_SECONDS", 0.1)
@@ -131,6 +132,7 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path, monkeypatch
     assert raised.value.exit_code == 4
 
 
+@pytest.mark.slow
 def test_a_traceback_reaches_stderr_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RAISES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,7 @@ def two() -> tuple[str, str]:
     return train(3), train(4)
 
 
+@pytest.mark.slow
 def test_two_runs_from_one_seed_are_the_same_bit_by_bit() -> None:
     """By ranks that are forked, and by others that are launched, whose sets and dicts of hashes have other
     orders."""

@@ -70,6 +70,7 @@ def _to_and_fro(case: str, kind: str, folder: Path) -> tuple[list[float], list[f
     return before, after, apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["filter", "weights in shards"])
 def test_factored_moments_go_to_the_serial_optimizer_and_back(

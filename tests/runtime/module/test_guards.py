@@ -135,6 +135,7 @@ def _changes(name: str) -> None:
     assert (ours(X) - before).abs().max() > 1e-6 or name in ("momentum", "statistics"), "the change shows"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_after_parallelize_takes_effect(name: str, pools: Pools) -> None:
     pools(2).run(_changes, name)
@@ -278,6 +279,7 @@ def test_modules_of_a_loss_may_be_exchanged(pools: Pools) -> None:
     pools(2).run(_modules_of_losses)
 
 
+@pytest.mark.slow
 def test_numbers_that_a_loss_reads_take_effect(pools: Pools) -> None:
     pools(2).run(_losses)
 

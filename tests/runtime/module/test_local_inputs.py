@@ -208,6 +208,7 @@ def _kinds(mesh: str, force: str, costs: str) -> None:
     assert gap(ours(*local(ours, *data(6))), F.cross_entropy(serial(*data(6)[:2]), data(6)[2])) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "force"), [("2", "samples"), ("2x2", "samples"), ("2x2", "filter")])
 def test_modes_gradients_and_prepared_batches_keep_each_ranks_rows(
     mesh: str, force: str, pools: Pools, costs: str

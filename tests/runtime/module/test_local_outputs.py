@@ -71,6 +71,7 @@ def _train(mesh: str, force: Any, size: int, inputs: str, costs: str) -> str:
 BY_CLASS = {"last": ["o"], "add": ["d1"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "force", "layout"),
     [

@@ -133,6 +133,7 @@ def _train(plan: str, bucket_bytes: int) -> None:
     assert gap(ours.state_dict(), serial.state_dict()) < EXACT
 
 
+@pytest.mark.slow
 @every_plan
 def test_training_equals_serial_training(plan: str, pools: Pools) -> None:
     on_ranks(pools, plan, _train, 200)  # several buckets, of one to five gradients

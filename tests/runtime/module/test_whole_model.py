@@ -164,6 +164,7 @@ def _all(plan: str) -> None:
     _refused(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_whole_model_is_the_serial_one_for_a_while(plan: str, pools: Pools) -> None:
     pools(2).run(_all, plan)

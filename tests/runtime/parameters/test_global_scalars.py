@@ -86,6 +86,7 @@ def _numbers(rows: int, shape: tuple[int, ...]) -> dict[str, Any]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [(4, (2,)), (5, (2,)), (1, (2,)), (5, (4,)), (7, (2, 2))],
@@ -224,6 +225,7 @@ def _ordered(model: nn.Module) -> list[Tensor]:
     return [held[name] for name in ("first.weight", "first.bias", "second.weight", "second.bias", "scale")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batch", "filter", "channel"])
 @pytest.mark.parametrize("name", PENALTIES)
 def test_a_penalty_beside_the_loss_learns_as_in_the_serial_model(pools: Pools, kind: str, name: str) -> None:

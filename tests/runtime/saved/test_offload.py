@@ -320,6 +320,7 @@ def staged_peaks(kind: ScheduleKind, *, offloaded: bool) -> tuple[float, float]:
     return predicted / ACTIVATION, peak_bytes(step, alive(), CPU) / ACTIVATION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED])
 def test_stages_hold_less_while_what_they_save_is_offloaded(kind: ScheduleKind, pools: Pools) -> None:
     kept, less_kept = (

@@ -226,6 +226,7 @@ def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true
     compare(problem, programs, partings(len(graph.operators)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
 @pytest.mark.parametrize(
     ("seed", "apart"),

@@ -207,6 +207,7 @@ def described(graph: Graph, mesh: Mesh, random: Random, *, repeated: bool, folde
     return Open(graph, prices, space, folding, cap=AMPLE, recomputes=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, True], ids=["once", "micro-batches"])
 @pytest.mark.parametrize("made", MADE, ids=lambda made: getattr(made, "__name__", ""))
 def test_no_row_counts_more_than_the_replayed_peak(made: Callable[[], Graph], repeated: bool) -> None:

@@ -64,6 +64,7 @@ def in_shards(plan: Plan) -> set[str]:
     return {name for name in kinds if all(isinstance(place, Shard) for place in layouts[name])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("level", WORDS, ids=lambda level: level.value)
 def test_a_level_that_is_forced_holds_for_all_weights_and_trains_as_one_device(

@@ -42,6 +42,7 @@ def two_stages(kind: ScheduleKind, count: int = COUNT) -> Schedule:
     return scheduled(kind, RANKS, 1, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [chain, twice, normalised, *(pytest.param(make, marks=LATER) for make in (branches, scores))]
 )

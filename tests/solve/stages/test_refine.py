@@ -63,6 +63,7 @@ def test_where_memory_is_left_operators_follow_faster_placements(
     assert len(kinds_of_blocks(alike)) == 1 < len(kinds_of_blocks(found))
 
 
+@pytest.mark.slow
 def test_waits_are_filled_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(ScheduleKind.ZBV)
     before: list[float] = []

@@ -122,6 +122,7 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("share", SHARES)
 def test_what_is_moved_hides_in_its_stage_and_the_cap_is_kept(kind: ScheduleKind, share: float) -> None:
