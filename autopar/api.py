@@ -18,69 +18,72 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch.distributed as dist
-from torch import nn
+from autopar.core.uncollected import uncollected
 
-import autopar.ops
-import autopar.runtime.collectives.placement_moves  # noqa: F401  (with the rules, what programs call)
-from autopar.cluster import ClusterSpec
-from autopar.comparing.measured import ContestJob, run_rows
-from autopar.comparing.profile import Bar, Profile
-from autopar.comparing.profile import profile as measure_profile
-from autopar.comparing.strategies import Comparer
-from autopar.compiler import Compiler
-from autopar.core.mesh import Mesh
-from autopar.core.outputs import Outputs
-from autopar.core.timeline import Timeline
-from autopar.cost.machine.measuring import Progress
-from autopar.errors import InputError
-from autopar.explaining.asked import Asked
-from autopar.explaining.explain import explained
-from autopar.explaining.frontier import SECONDS, frontier
-from autopar.integrations import stock
-from autopar.planning.busy_neighbours import busy_neighbours
-from autopar.planning.given_plan import agree_on_plan, plan_to_run
-from autopar.planning.option_environment import settle, settle_beside_plan
-from autopar.planning.options import (
-    COMPARE,
-    PARALLELIZE,
-    PLAN,
-    PROFILE,
-    VERIFY,
-    CompareOptions,
-    Options,
-    OutputReach,
-    PlanOptions,
-    Reach,
-    VerifyOptions,
-    documented,
-    is_local,
-    read_outputs,
-)
-from autopar.planning.planner import Planner
-from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
-from autopar.proof.changes import MOST
-from autopar.proof.check import Report, check, check_compiled, check_input
-from autopar.results.announce import Announcer
-from autopar.results.comparison import Comparison
-from autopar.results.explanation import Explanation
-from autopar.results.measured_steps import MeasuredSteps, read_measured
-from autopar.results.notebook_bar import notebook_bar, notebook_bar_of_workers
-from autopar.results.plan import Plan
-from autopar.results.progress_bar import ProgressBar, ProgressLines
-from autopar.results.report.page import Beside, Written, write_page
-from autopar.rewrite.render import describe
-from autopar.runtime.collectives import random
-from autopar.runtime.compiled.compiler import check_compiler
-from autopar.runtime.launch import worker
-from autopar.runtime.module import serial_model
-from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.schedules.fill_bubbles import order_of
-from autopar.schedules.one_stage import one_stage
-from autopar.schedules.simulate import simulate
-from autopar.trace.call_signature import LossFunction, split_inputs
-from autopar.trace.target import Target, check_target, load_target
-from costdb.database import Database
+with uncollected():  # collections while torch and all rooms are imported take a quarter of that
+    import torch.distributed as dist
+    from torch import nn
+
+    import autopar.ops
+    import autopar.runtime.collectives.placement_moves  # noqa: F401  (with the rules, what programs call)
+    from autopar.cluster import ClusterSpec
+    from autopar.comparing.measured import ContestJob, run_rows
+    from autopar.comparing.profile import Bar, Profile
+    from autopar.comparing.profile import profile as measure_profile
+    from autopar.comparing.strategies import Comparer
+    from autopar.compiler import Compiler
+    from autopar.core.mesh import Mesh
+    from autopar.core.outputs import Outputs
+    from autopar.core.timeline import Timeline
+    from autopar.cost.machine.measuring import Progress
+    from autopar.errors import InputError
+    from autopar.explaining.asked import Asked
+    from autopar.explaining.explain import explained
+    from autopar.explaining.frontier import SECONDS, frontier
+    from autopar.integrations import stock
+    from autopar.planning.busy_neighbours import busy_neighbours
+    from autopar.planning.given_plan import agree_on_plan, plan_to_run
+    from autopar.planning.option_environment import settle, settle_beside_plan
+    from autopar.planning.options import (
+        COMPARE,
+        PARALLELIZE,
+        PLAN,
+        PROFILE,
+        VERIFY,
+        CompareOptions,
+        Options,
+        OutputReach,
+        PlanOptions,
+        Reach,
+        VerifyOptions,
+        documented,
+        is_local,
+        read_outputs,
+    )
+    from autopar.planning.planner import Planner
+    from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
+    from autopar.proof.changes import MOST
+    from autopar.proof.check import Report, check, check_compiled, check_input
+    from autopar.results.announce import Announcer
+    from autopar.results.comparison import Comparison
+    from autopar.results.explanation import Explanation
+    from autopar.results.measured_steps import MeasuredSteps, read_measured
+    from autopar.results.notebook_bar import notebook_bar, notebook_bar_of_workers
+    from autopar.results.plan import Plan
+    from autopar.results.progress_bar import ProgressBar, ProgressLines
+    from autopar.results.report.page import Beside, Written, write_page
+    from autopar.rewrite.render import describe
+    from autopar.runtime.collectives import random
+    from autopar.runtime.compiled.compiler import check_compiler
+    from autopar.runtime.launch import worker
+    from autopar.runtime.module import serial_model
+    from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.schedules.fill_bubbles import order_of
+    from autopar.schedules.one_stage import one_stage
+    from autopar.schedules.simulate import simulate
+    from autopar.trace.call_signature import LossFunction, split_inputs
+    from autopar.trace.target import Target, check_target, load_target
+    from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -18,6 +18,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
+from autopar.core.uncollected import uncollected
 from autopar.errors import InputError
 from autopar.planning.given_plan import check_program
 from autopar.planning.known_plans import kept, resized
@@ -35,7 +36,6 @@ from autopar.trace.call_signature import leaves_out_loss
 from autopar.trace.export import Traced
 from autopar.trace.numbers import require_known
 from autopar.trace.simplify import with_masks_by_dims, without_gradients
-from autopar.trace.uncollected import uncollected
 from autopar.units import show_bytes
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.uncollected import uncollected
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
@@ -39,7 +40,6 @@ from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
 from autopar.trace.simplify import only_loss
-from autopar.trace.uncollected import uncollected
 from costdb.database import Database
 
 LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs

@@ -55,5 +55,4 @@ stand_ins            what one of them does, on random values
 micro_batches        one batch as micro-batches, and the batch's loss
 user_source          the user's own line for a traced operator
 target               a TARGET of the command line
-uncollected          planning without the garbage collector
 """

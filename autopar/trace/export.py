@@ -23,6 +23,7 @@ from autopar.core.cutting import Count, Cutting
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
+from autopar.core.uncollected import uncollected
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.asked_inputs import AskedInputs, Sources
 from autopar.trace.attribute_reads import Reads, current
@@ -73,7 +74,6 @@ from autopar.trace.structure import (
     sparse_structure,
 )
 from autopar.trace.torch_checks import traceable
-from autopar.trace.uncollected import uncollected
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import (
     SpectralNorm,
@@ -42,19 +41,21 @@ _PARAMETER_HOOKS = {
 }
 
 
-@cache
-def _wrappers() -> dict[type, str]:
-    """Found when a model is checked: the compiler takes a second to import."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+_WRAPPERS = {  # by module and name; compilers and FSDP take seconds to import
+    ("torch._dynamo", "OptimizedModule"): "torch.compile",
+    ("torch.jit", "ScriptModule"): "torch.jit",
+    ("torch.nn.parallel", "DistributedDataParallel"): "DistributedDataParallel",
+    ("torch.nn", "DataParallel"): "DataParallel",
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FullyShardedDataParallel",
+    ("torch.distributed.fsdp", "FSDPModule"): "fully_shard",
+}
 
-    return {
-        torch._dynamo.OptimizedModule: "torch.compile",
-        torch.jit.ScriptModule: "torch.jit",
-        DistributedDataParallel: "DistributedDataParallel",
-        DataParallel: "DataParallel",
-        FullyShardedDataParallel: "FullyShardedDataParallel",
-        FSDPModule: "fully_shard",
-    }
+
+def _wrappers() -> Iterator[tuple[type, str]]:
+    """The kinds of wrappers that a model can be of, as their modules are imported."""
+    for (module, name), shown in _WRAPPERS.items():
+        if module in sys.modules:
+            yield getattr(sys.modules[module], name), shown
 
 
 def check(model: nn.Module) -> None:
@@ -66,7 +67,7 @@ def check(model: nn.Module) -> None:
     wrapped = [
         f"{_name(path)} wrapped by {name}"
         for path, module in model.named_modules()
-        for kind, name in _wrappers().items()
+        for kind, name in _wrappers()
         if isinstance(module, kind)
     ]
     if wrapped:

@@ -36,16 +36,25 @@ def entered(method: Method) -> Method:
     return cast(Method, enter)
 
 
+def _enter_compiled(*call: Any) -> Any:
+    return _uncompiled()(*call)
+
+
+# What torch.compiler.disable marks a function with, which imports the compiler: more than a second.
+_REASON = "a parallel module compiles its own programs: leave out fullgraph"
+vars(_enter_compiled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
+
+
+@functools.cache
+def _uncompiled() -> Any:
+    return torch.compiler.disable(_call_compiled, reason=_REASON)
+
+
 def _call_compiled(method: Callable[..., Any], self: Any, args: Any, kwargs: Any) -> Any:
     """The call as it is, of programs that are compiled."""
     if not self._autopar.compiles:
         self.compile()
     return method(self, *args, **kwargs)
-
-
-_enter_compiled: Any = torch.compiler.disable(
-    _call_compiled, reason="a parallel module compiles its own programs: leave out fullgraph"
-)
 
 
 def refuse_transforms(where: str, arguments: Any) -> None:

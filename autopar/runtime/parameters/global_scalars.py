@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, TupleStrategy
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import convert_parameters
 from torch.utils._pytree import tree_leaves
 
@@ -80,6 +79,12 @@ _PROPAGATE = (
 )
 
 
+def _forget_shardings() -> None:
+    """Clear torch's caches of shardings, as a function of its does whose module imports compilers."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 def read_whole_scalars(mesh: DeviceMesh, *, staged: bool, with_numbers: bool = False) -> None:
     """From now on numbers of DTensors on `mesh` are read whole, or with `staged` refused; collective.
 
@@ -90,7 +95,7 @@ def read_whole_scalars(mesh: DeviceMesh, *, staged: bool, with_numbers: bool = F
     if with_numbers:
         _know(mesh, _with_numbers)
     _install()
-    _clear_sharding_prop_cache()  # an equal mesh of a world that has ended, or of a user's own
+    _forget_shardings()  # of an equal mesh of a world that has ended, or of a user's own
     if not staged and mesh.size() > 1:
         _try_out(mesh)
 

@@ -1,4 +1,4 @@
-"""Planning without Python's garbage collector."""
+"""Planning and importing without Python's garbage collector."""
 
 from __future__ import annotations
 
