@@ -2,6 +2,7 @@
 
     torch.compiler.is_compiling(), is_exporting()    False; True for torch's own code
     transformers' is_fake_tensor(x)                  False
+    type(x) is torch.Tensor                          True for what stands for a tensor
     is self.a the module self.b?                     as ever: torch.export's stand-ins for modules under
                                                      several names are left out
 
@@ -14,14 +15,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
 
 _QUESTIONS = ("is_compiling", "is_exporting")
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+_TRACERS = {"torch", "autopar", "builtins", "numpy", "sympy", *sys.stdlib_module_names}  # that see stand-ins
 _LIBRARIES = (("transformers.utils.import_utils", "is_fake_tensor"),)  # beside torch, who ask of tensors
 
 
@@ -69,7 +73,46 @@ def heard(answers: Answers) -> Iterator[None]:
         for library, name in _LIBRARIES:
             if (module := sys.modules.get(library)) is not None and hasattr(module, name):
                 stack.enter_context(patch.object(module, name, answers.of_tensors(getattr(module, name))))
+        stack.enter_context(_types_asked())
         yield
+
+
+class _OfStandIns(type):
+    """What `type` does, but for tensors of a trace."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        kind = type(*args, **kwargs)
+        if len(args) != 1 or not issubclass(kind, Tensor) or kind.__module__.partition(".")[0] != "torch":
+            return kind
+        return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+
+class _Type(type, metaclass=_OfStandIns):
+    """Stands in modules where Python's `type` would be found."""
+
+
+@contextmanager
+def _types_asked() -> Iterator[None]:
+    """Within, modules of users and their libraries find `type` as eager training would have it answer."""
+    users = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _TRACERS)
+    tables = [vars(module) for module in users if isinstance(module, ModuleType)]
+    tables = [table for table in tables if "type" not in table]
+    for table in tables:
+        table["type"] = _Type
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.pop("type", None)
 
 
 @contextmanager

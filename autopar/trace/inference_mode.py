@@ -1,12 +1,15 @@
 """Traces calls that are made in torch.inference_mode.
 
-Its tensors count no writes, by which a trace tells what still has the values of a call's inputs.
+Its tensors count no writes, by which a trace tells what still has the values of a call's inputs. Code that
+asks for the mode hears that it is on.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,8 +19,17 @@ from torch import Tensor
 def outside_inference_mode() -> Iterator[None]:
     """Outside of the mode, as a decorator too; whether gradients are recorded stays as it was."""
     records = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(records):
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(patch.object(torch, "is_inference_mode_enabled", _is_users))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(records))
         yield
+
+
+def _is_users() -> bool:
+    """Whether it isn't torch's own code that asks."""
+    return str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] != "torch"
 
 
 def counting_writes(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

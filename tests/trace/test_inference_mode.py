@@ -49,3 +49,18 @@ def test_a_tensor_that_comes_twice_is_one_copy() -> None:
         x = torch.ones(3)
     one, two, same = counting_writes((x, x, other))
     assert one is two and one is not x and same is other
+
+
+class Asking(nn.Module):
+    """Evaluates otherwise in torch.inference_mode than in torch.no_grad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 7 if torch.is_inference_mode_enabled() else x * 5
+
+
+def test_code_that_asks_for_the_mode_hears_of_it() -> None:
+    for mode, factor in ((torch.no_grad, 5), (torch.inference_mode, 7)):
+        with mode():
+            (product,) = trace(Asking(), (torch.ones(3),)).graph.operators
+        assert product.args[1] == factor
+    assert not torch.is_inference_mode_enabled()

@@ -147,6 +147,9 @@ class Agreement:
         yield from _signature(call, shapes=not self._local)
         yield Part("train or eval mode of the modules", _CALL, bytes(modes))
         yield Part("torch.is_grad_enabled()", _CALL, str(torch.is_grad_enabled()).encode())
+        yield Part(
+            "torch.is_inference_mode_enabled()", _CALL, str(torch.is_inference_mode_enabled()).encode()
+        )
         yield Part("autocast", _CALL, str(Autocast.now(self._device.type)).encode())
         if not self._local:
             for path, tensor in zip(call.paths, call.tensors, strict=True):

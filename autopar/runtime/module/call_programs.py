@@ -361,7 +361,7 @@ class CallPrograms:
             constants,
             step,
             place,
-            torch.is_grad_enabled(),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
             self._tensors.tree.version,
             structure,
             shapes,
