@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -138,3 +139,32 @@ def test_a_trace_leaves_objects_and_modules_as_they_were() -> None:
     left.leave()
     with pytest.raises(InputError, match=r"SimpleBox\.last"):
         model.box.last + 1
+
+
+class Library:
+    """What dispatches to a library holds its module, whose own names hold tensors and itself."""
+
+    def __init__(self, seen: int) -> None:
+        self.of, self.seen = module, seen
+
+
+module = ModuleType("library")
+module.eps, module.known = torch.ones(1), [vars(module)]  # type: ignore[attr-defined]
+
+
+class Dispatching(nn.Module):
+    """Puts another registry in the place of the last one at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = SimpleBox()
+        self.box.last = Library(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box.last = Library(self.box.last.seen)
+        return x + 1
+
+
+def test_a_module_that_what_forward_leaves_names_holds_no_tensors_of_the_call() -> None:
+    traced = trace(Dispatching(), (torch.randn(2, 3),))
+    assert traced.once == ("SimpleBox.last",)
