@@ -186,11 +186,14 @@ def _replaces(path: str) -> TraceError:
 
 
 class Made:
-    """Parameters and buffers that forward makes, beside those that a model has as it begins."""
+    """Parameters and buffers that forward makes, beside those that a model has as it begins.
+
+    A buffer that no state dict has, and that was empty or of another shape, is made anew.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (path, held, set(held), module._non_persistent_buffers_set)
+            (path, held, dict(held), module._non_persistent_buffers_set)
             for path, module in model.named_modules()
             for held in (module._parameters, module._buffers)
         ]
@@ -210,16 +213,24 @@ class Made:
 
     def restore(self) -> None:
         """Take them out again."""
-        for _, held, before, _ in self._held:
-            for name in held.keys() - before:
+        for _, held, before, unsaved in self._held:
+            for name in held.keys() - before.keys():
                 del held[name]
+            held.update({name: before[name] for name in before if _is_anew(name, held, before, unsaved)})
 
     def _new(self) -> Iterator[tuple[str, Any, bool]]:
         """Their paths, what they are, and whether a state dict has them."""
         for path, held, before, unsaved in self._held:
             for name, item in held.items():
-                if name not in before:
+                if name not in before or _is_anew(name, held, before, unsaved):
                     yield _path(path, name), item, name not in unsaved
+
+
+def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: set[str]) -> bool:
+    """Whether a buffer that no state dict has is one that doesn't fit where the one before was."""
+    old, new = before[name], held.get(name)
+    fits = old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
+    return name in unsaved and new is not None and not fits
 
 
 def check_cached(graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]) -> None:

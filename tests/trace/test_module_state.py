@@ -168,3 +168,34 @@ class Dispatching(nn.Module):
 def test_a_module_that_what_forward_leaves_names_holds_no_tensors_of_the_call() -> None:
     traced = trace(Dispatching(), (torch.randn(2, 3),))
     assert traced.once == ("SimpleBox.last",)
+
+
+class Tabled(nn.Module):
+    """Makes its table of positions where it has none, or too short a one."""
+
+    table: Any
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(rows)) if rows else None, persistent=False)
+
+    def forward(self, x: Tensor, what: str = "rows") -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            table = torch.arange(float(x.shape[1])) if what == "rows" else x.mean(0)
+            self.register_buffer("table", table, persistent=False)
+        return x + self.table[: x.shape[1]]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_table_that_no_state_dict_has_is_made_anew_whatever_was_there(rows: int) -> None:
+    model = Tabled(rows)
+    before = model.table
+    graph = trace(model, (torch.randn(2, 3),)).graph
+    assert model.table is before and not graph.writes
+    assert [item.target for item in graph.operators][0] is torch.ops.aten.arange.default
+    assert trace(Tabled(4), (torch.randn(2, 3),)).graph.inputs[0].target == "table"
+
+
+def test_what_a_call_puts_in_the_place_of_nothing_is_refused() -> None:
+    with pytest.raises(TraceError, match="attribute table: .*a tensor that forward reads and replaces"):
+        trace(Tabled(0), (torch.randn(2, 3), "values"))
