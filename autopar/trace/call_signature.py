@@ -179,8 +179,10 @@ def refuse_filled(arguments: Arguments) -> None:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor or an array in the fields of an object, at any depth, but not in a module of
-    Python's that it names."""
+    """Whether there is a tensor or an array in the fields of an object, at any depth.
+
+    Modules of Python that it names aren't looked into.
+    """
     todo, seen = [value], dict[int, Any]()
     while todo:
         item = todo.pop()

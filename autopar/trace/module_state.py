@@ -26,6 +26,7 @@ from autopar.errors import TraceError
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.inside import Inside
 from autopar.trace.left_outside import SYMBOLS, LeftTensor
+from autopar.trace.reachable_state import members
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -79,9 +80,9 @@ def _content(value: Any) -> list[Any] | None:
     """What a list or dict holds."""
     match value:
         case list():
-            return list(value)
+            return [*members(value)]
         case dict():
-            return [*value, *value.values()]
+            return [*dict.keys(value), *dict.values(value)]
         case _:
             return None
 
