@@ -401,7 +401,7 @@ def _trace(
         node.meta.clear()  # what torch holds on to may be a constant as large as a graph
     count = len(graph.outputs) - len(cached)
     if cached:
-        check_cached(graph, graph.outputs[count:], cached)
+        check_cached(model, graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left, *([NOTE] if answers.asked and not answers.eager else ())]
     asked, held = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]

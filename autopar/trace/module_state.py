@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.core.graph import Graph, TensorSpec
+from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.core.operator_facts import is_random
 from autopar.errors import TraceError
 from autopar.trace.attribute_reads import Reads
@@ -176,13 +176,13 @@ def _changes(path: str, name: str, value: Any) -> TraceError:
     )
 
 
-def _replaces(path: str) -> TraceError:
+def _replaces(path: str, else_: str = "cache nothing") -> TraceError:
     return TraceError(
         where=f"attribute {path}",
         found="a tensor that forward reads and replaces",
         wanted="a buffer, whose values are kept from call to call",
         remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward return it, or "
-        "cache nothing",
+        f"{else_}",
     )
 
 
@@ -210,7 +210,7 @@ class Made:
                 wanted="those that a model is planned with",
                 remedy="call the model once before it is planned, or make them in __init__",
             )
-        return [LeftTensor(tensor, _replaces(path)) for path, tensor, _ in new]
+        return [LeftTensor(tensor, _replaces(path, "call the model once before")) for path, tensor, _ in new]
 
     def restore(self) -> None:
         """Take them out again."""
@@ -227,6 +227,15 @@ class Made:
                     yield _path(path, name), item, name not in unsaved
 
 
+def _unsaved(model: nn.Module) -> set[str]:
+    """The buffers that no state dict has."""
+    return {
+        _path(path, name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
 def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: set[str]) -> bool:
     """Whether a buffer that no state dict has is one that doesn't fit where the one before was."""
     old, new = before[name], held.get(name)
@@ -234,10 +243,18 @@ def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: s
     return name in unsaved and new is not None and not fits
 
 
-def check_cached(graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]) -> None:
-    """Raise the refusal of one of the tensors, which forward leaves, that depends on the call."""
+def check_cached(
+    model: nn.Module, graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]
+) -> None:
+    """Raise the refusal of one of the tensors, which forward leaves, that depends on the call.
+
+    What is made of constants doesn't, nor what is made of buffers that no state dict has and forward keeps.
+    """
     makers = {result: operator for operator in graph.operators for result in operator.results if result}
-    fixed = {item.name for item in graph.inputs if item.value is not None}
+    unsaved, written = _unsaved(model), dict(graph.writes)
+    buffers = (item for item in graph.inputs if item.kind is InputKind.BUFFER)
+    kept = {item.name for item in buffers if unsaved.issuperset((item.target, *item.aliases))}
+    fixed = {item.name for item in graph.inputs if item.value is not None} | (kept - written.keys())
     for name, refusal in zip(names, refusals, strict=True):
         todo, seen = [name], set[str]()
         while todo:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.core.graph import InputKind
 from autopar.errors import InputError, TraceError
 from autopar.trace.attribute_reads import recording
 from autopar.trace.export import trace
@@ -194,6 +195,39 @@ def test_a_table_that_no_state_dict_has_is_made_anew_whatever_was_there(rows: in
     assert model.table is before and not graph.writes
     assert [item.target for item in graph.operators][0] is torch.ops.aten.arange.default
     assert trace(Tabled(4), (torch.randn(2, 3),)).graph.inputs[0].target == "table"
+
+
+class Sloped(nn.Module):
+    """Makes its table of a buffer."""
+
+    table: Any
+    slopes: Tensor
+
+    def __init__(self, *, saved: bool) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.arange(3.0), persistent=saved)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, slopes: Tensor, what: str) -> Tensor:  # an argument of the buffer's name
+        if what == "write":
+            self.slopes.mul_(2)
+        if self.table is None:
+            self.table = (slopes if what == "argument" else self.slopes) * 2
+        return slopes + self.table
+
+
+def test_a_table_is_made_anew_of_buffers_that_stay_as_they_are() -> None:
+    graph = trace(Sloped(saved=False), (torch.randn(2, 3), "read")).graph
+    assert {(item.kind, item.target) for item in graph.inputs} == {
+        (InputKind.USER, "input_0"),
+        (InputKind.BUFFER, "slopes"),
+    }
+
+
+@pytest.mark.parametrize("what", ["read", "write", "argument"])
+def test_a_table_of_what_may_be_another_at_the_next_call_is_refused(what: str) -> None:
+    with pytest.raises(TraceError, match="attribute table: .*or call the model once before"):
+        trace(Sloped(saved=what == "read"), (torch.randn(2, 3), what))
 
 
 def test_what_a_call_puts_in_the_place_of_nothing_is_refused() -> None:
