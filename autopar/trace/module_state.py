@@ -12,7 +12,8 @@ torch.export undoes such changes, and copies the buffers of the outermost module
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ def attributes_of(model: nn.Module) -> State:
 def _content(value: Any) -> list[Any] | None:
     """What a list or dict holds."""
     match value:
-        case list():
+        case list() | deque():
             return [*members(value)]
         case dict():
             return [*dict.keys(value), *dict.values(value)]
@@ -184,6 +185,41 @@ def _replaces(path: str, else_: str = "cache nothing") -> TraceError:
         remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward return it, or "
         f"{else_}",
     )
+
+
+class Attributes:
+    """What modules hold in attributes, so that a trace leaves the same objects there.
+
+    torch.export puts copies of lists and dicts in their places, and so takes shared ones apart; what is new
+    stays.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = [vars(module) for module in modules]
+        self._tables = [(table, {name: table[name] for name in table.keys() - _OWN}) for table in tables]
+        self._contents: dict[int, tuple[Any, list[Any]]] = {}
+        todo = [value for _, before in self._tables for value in before.values()]
+        while todo:
+            value = todo.pop()
+            content = [*members(value)] if isinstance(value, tuple) else _content(value)
+            if content is not None and id(value) not in self._contents:
+                self._contents[id(value)] = value, content
+                todo += content
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        for table, before in self._tables:
+            for name in table.keys() - before.keys() - _OWN:
+                del table[name]
+            table.update(before)
+        for value, content in self._contents.values():
+            now = _content(value)
+            if now is None or (len(now) == len(content) and all(map(operator.is_, now, content))):
+                continue
+            value.clear()
+            half = len(content) // 2
+            pairs = zip(content[:half], content[half:], strict=True)
+            value.update(pairs) if isinstance(value, dict) else value.extend(content)
 
 
 class Made:

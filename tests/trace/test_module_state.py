@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from contextlib import nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
@@ -233,3 +235,43 @@ def test_a_table_of_what_may_be_another_at_the_next_call_is_refused(what: str) -
 def test_what_a_call_puts_in_the_place_of_nothing_is_refused() -> None:
     with pytest.raises(TraceError, match="attribute table: .*a tensor that forward reads and replaces"):
         trace(Tabled(0), (torch.randn(2, 3), "values"))
+
+
+class Sharing(nn.Module):
+    """Shares settings with a layer, and notes what it did in attributes, old and new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.settings = self.layer.settings = {"scale": [1.0], "sizes": deque([2])}  # type: ignore[assignment]
+        self.last: Any = None
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        out: Tensor = self.layer(x) * self.settings["scale"][0]
+        self.last, self.seen = ({"out": out},), {"in": x}
+        if fails and out.sum() > 0:
+            return x
+        return out
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_leaves_the_same_objects_in_attributes_and_none_of_its_own(fails: bool) -> None:
+    model = Sharing()
+    before = vars(model).copy()
+    with pytest.raises(TraceError) if fails else nullcontext():
+        trace(model, (torch.randn(2, 3), fails))
+    assert vars(model).keys() == before.keys() and all(vars(model)[name] is before[name] for name in before)
+    assert model.settings is model.layer.settings
+
+
+def test_what_forward_changes_in_lists_of_lists_is_as_it_was() -> None:
+    class Logging(Sharing):
+        def forward(self, x: Tensor, fails: bool) -> Tensor:
+            self.settings["scale"].append(x.mean())
+            self.settings["new"] = self.settings["sizes"].pop()
+            return super().forward(x, fails)
+
+    model = Logging()
+    with suppress(TraceError):
+        trace(model, (torch.randn(2, 3), False))
+    assert model.settings == {"scale": [1.0], "sizes": deque([2])}
