@@ -191,6 +191,30 @@ def weighted() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Scaled(), (torch.randn(8, 6), torch.rand(8, 4)), loss
 
 
+class Sloped(nn.Module):
+    """Attention-like biases by distance, a table that the first call makes, of buffers in no state dict."""
+
+    slopes: Tensor
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("slopes", torch.rand(4), persistent=False)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.register_buffer("table", self.slopes * torch.arange(4), persistent=False)
+            self.register_buffer("halves", self.slopes / 2, persistent=False)
+        out: Tensor = self.linear(x) + self.table
+        return out
+
+
+def sloped() -> tuple[nn.Module, tuple[Tensor]]:
+    return Sloped(), (torch.randn(8, 6),)
+
+
 class Bags(nn.Module):
     """Bags of features, summed and averaged, as a recommender has them."""
 

@@ -43,6 +43,7 @@ from autopar.trace.call_signature import (
 )
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
+from autopar.trace.module_state import Made
 from autopar.trace.user_source import user_line
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -143,6 +144,7 @@ def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[
     """Take steps of SGD after `backward_of` each, and note gradients and state."""
     learned = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
+    made = Made(model)
     for step in range(steps):
         model.zero_grad()
         backward_of(step)
@@ -150,6 +152,7 @@ def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[
         _check_finite(record, step)
         if optimizer:
             optimizer.step()
+    made.restore()  # what programs make anew
     note_state(record, model)
     return record
 

@@ -178,17 +178,29 @@ def refuse_filled(arguments: Arguments) -> None:
             )
 
 
-def holds_tensors(value: Any, seen: set[int] | None = None) -> bool:
-    """Whether there is a tensor or an array in the fields of an object, at any depth."""
-    seen = set() if seen is None else seen
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return True
-    if isinstance(value, (*_PLAIN, type)) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
-    fields = [getattr(value, name, None) for name in names]
-    return any(holds_tensors(item, seen) for item in pytree.tree_leaves(fields))
+def holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor or an array in the fields of an object, at any depth.
+
+    Modules of Python that it names aren't looked into.
+    """
+    todo, seen = [value], dict[int, Any]()
+    while todo:
+        item = todo.pop()
+        if isinstance(item, (torch.Tensor, np.ndarray)):
+            return True
+        if isinstance(item, (*_PLAIN, type, types.ModuleType)) or id(item) in seen:
+            continue
+        seen[id(item)] = item
+        names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
+        todo += [getattr(item, name, None) for name in names]
+        todo += _parts(item)
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a list, dict or the like holds, of which each may hold it again; of anything else, itself."""
+    whole = iter((False,))
+    return pytree.tree_leaves(value, is_leaf=lambda _: next(whole, True))
 
 
 def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
@@ -200,7 +212,7 @@ def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
         return "again"
     inside = (*above, id(value))
     match value:
-        case Leaf() | type() | Enum():
+        case Leaf() | type() | Enum() | types.ModuleType():
             return value
         case float() | int() | complex() | str() | bytes() | None | torch.dtype() | torch.device():
             return type(value), repr(value)

@@ -5,6 +5,7 @@ if torch.rand([]) < self.layerdrop: continue      refused by name; of 0 no layer
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ class DrawnDecisions:
         self._answers: dict[int, bool] = {}
 
     def after(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a function makes of draws."""
+        """Note what a function makes of draws, also of a list of them or as one: `all(drawn)` unbinds it."""
+        if function in _DRAWS + _IN_PLACE or any(id(item) in self._drawn for item in _tensors(args)):
+            self._drawn |= {id(item): item for item in _tensors((result,))}
         if not isinstance(result, Tensor):
             return
-        given = [item for item in args if isinstance(item, Tensor)]
-        if function in _DRAWS + _IN_PLACE or any(id(item) in self._drawn for item in given):
-            self._drawn[id(result)] = result
         if function in _UNIFORM:
             self._uniform[id(result)] = result
         if len(args) == 2 and id(args[0]) in self._uniform and isinstance(args[1], (int, float)):
@@ -47,6 +47,15 @@ class DrawnDecisions:
     def is_asked(self, function: Any, args: tuple[Any, ...]) -> bool:
         """Whether Python asks for the value of a draw."""
         return function in _ASKING and id(args[0]) in self._drawn
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among values, lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _whatever_is_drawn(function: Any, bound: float) -> bool | None:

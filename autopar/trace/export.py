@@ -54,7 +54,15 @@ from autopar.trace.inference_mode import counting_writes, outside_inference_mode
 from autopar.trace.input_values import InputValues
 from autopar.trace.known_masks import with_known_masks
 from autopar.trace.left_outside import Outside
-from autopar.trace.module_state import Made, attributes_of, buffers_of, check_cached, left_in, write_back
+from autopar.trace.module_state import (
+    Attributes,
+    Made,
+    attributes_of,
+    buffers_of,
+    check_cached,
+    left_in,
+    write_back,
+)
 from autopar.trace.numbers import Number, require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.routed_products import with_routed_products
@@ -361,6 +369,7 @@ def _trace(
         beside(item, devices) for place, item in enumerate(arguments.tensors) if place not in structure.users
     )
     device = traced_as(devices[0].type)
+    held = Attributes(module for module in flat.modules() if module is not flat)
     try:
         with (
             inlined() as again,
@@ -383,6 +392,8 @@ def _trace(
         if isinstance(refused, ValuesAskedError):
             refused.inputs = frozenset(arguments.paths[place] for place in blamed[-1])
         raise refused from cause
+    finally:
+        held.restore()
     refuse_filled(arguments)
     results, loss_index, cached, left, decided_by, _ = seen[-1]
     once = tuple(name for item in seen for name in item.once)
@@ -401,12 +412,12 @@ def _trace(
         node.meta.clear()  # what torch holds on to may be a constant as large as a graph
     count = len(graph.outputs) - len(cached)
     if cached:
-        check_cached(graph, graph.outputs[count:], cached)
+        check_cached(model, graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left, *([NOTE] if answers.asked and not answers.eager else ())]
-    asked, held = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
+    asked, values = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
     flat.let_go()
-    nbytes = sum(part.nbytes for tensor in held for part in parts_of(tensor))
+    nbytes = sum(part.nbytes for tensor in values for part in parts_of(tensor))
     graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
     graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates, once=once)

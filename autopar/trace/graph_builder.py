@@ -77,6 +77,7 @@ class GraphBuilder:
         self.inlining = 0  # regions around what is read
         self.tied = _tied_names(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.held = {**exported.state_dict, **exported.constants}  # the latter what no state dict has, too
 
     def build(self, *, loss_index: int | None, dropped: tuple[str, ...]) -> Graph:
         gm = self.exported.graph_module
@@ -116,7 +117,7 @@ class GraphBuilder:
 
     def add_losss_own(self, node: fx.Node, target: str) -> None:
         """What a loss holds is a constant, unless it is the model's, too."""
-        name = self.known.name_of(self.exported.state_dict[target])
+        name = self.known.name_of(self.held[target])
         owner = next(
             (item.name for item in self.graph.inputs.values() if item.target in self.tied_to(name)), None
         )
@@ -144,8 +145,7 @@ class GraphBuilder:
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
         self.graph.specs[name] = spec_of(value, requires_grad=(not frozen) or user_grad)
-        held = {**self.exported.state_dict, **self.exported.constants}
-        constant = held[target].detach() if kind is InputKind.CONSTANT else None
+        constant = self.held[target].detach() if kind is InputKind.CONSTANT else None
         self.graph.inputs[name] = GraphInput(
             name,
             kind,

@@ -23,7 +23,7 @@ from autopar.errors import TraceError
 from autopar.trace.call_signature import holds_tensors
 from autopar.trace.inside import Inside, LeftInside
 from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Reachable, filled_cells
+from autopar.trace.reachable_state import Reachable, filled_cells, members
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are made of tensors
 _ABSENT = object()
@@ -118,7 +118,8 @@ def _content(value: Any) -> dict[Any, Any]:
     """What a container holds, by key or place; of a set, each of its members."""
     if isinstance(value, dict):
         return dict(dict.items(value))  # whatever a class makes of a key
-    return dict(enumerate(value)) if isinstance(value, (list, deque)) else {item: item for item in value}
+    items = members(value)
+    return dict(enumerate(items)) if isinstance(value, (list, deque)) else {item: item for item in items}
 
 
 def _differences(where: str, before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:

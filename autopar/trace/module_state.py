@@ -12,7 +12,8 @@ torch.export undoes such changes, and copies the buffers of the outermost module
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.core.graph import Graph, TensorSpec
+from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.core.operator_facts import is_random
 from autopar.errors import TraceError
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.inside import Inside
 from autopar.trace.left_outside import SYMBOLS, LeftTensor
+from autopar.trace.reachable_state import members
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -78,10 +80,10 @@ def attributes_of(model: nn.Module) -> State:
 def _content(value: Any) -> list[Any] | None:
     """What a list or dict holds."""
     match value:
-        case list():
-            return list(value)
+        case list() | deque():
+            return [*members(value)]
         case dict():
-            return [*value, *value.values()]
+            return [*dict.keys(value), *dict.values(value)]
         case _:
             return None
 
@@ -175,22 +177,60 @@ def _changes(path: str, name: str, value: Any) -> TraceError:
     )
 
 
-def _replaces(path: str) -> TraceError:
+def _replaces(path: str, else_: str = "cache nothing") -> TraceError:
     return TraceError(
         where=f"attribute {path}",
         found="a tensor that forward reads and replaces",
         wanted="a buffer, whose values are kept from call to call",
         remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward return it, or "
-        "cache nothing",
+        f"{else_}",
     )
 
 
+class Attributes:
+    """What modules hold in attributes, so that a trace leaves the same objects there.
+
+    torch.export puts copies of lists and dicts in their places, and so takes shared ones apart; what is new
+    stays.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = [vars(module) for module in modules]
+        self._tables = [(table, {name: table[name] for name in table.keys() - _OWN}) for table in tables]
+        self._contents: dict[int, tuple[Any, list[Any]]] = {}
+        todo = [value for _, before in self._tables for value in before.values()]
+        while todo:
+            value = todo.pop()
+            content = [*members(value)] if isinstance(value, tuple) else _content(value)
+            if content is not None and id(value) not in self._contents:
+                self._contents[id(value)] = value, content
+                todo += content
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        for table, before in self._tables:
+            for name in table.keys() - before.keys() - _OWN:
+                del table[name]
+            table.update(before)
+        for value, content in self._contents.values():
+            now = _content(value)
+            if now is None or (len(now) == len(content) and all(map(operator.is_, now, content))):
+                continue
+            value.clear()
+            half = len(content) // 2
+            pairs = zip(content[:half], content[half:], strict=True)
+            value.update(pairs) if isinstance(value, dict) else value.extend(content)
+
+
 class Made:
-    """Parameters and buffers that forward makes, beside those that a model has as it begins."""
+    """Parameters and buffers that forward makes, beside those that a model has as it begins.
+
+    A buffer that no state dict has, and that was empty or of another shape, is made anew.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (path, held, set(held), module._non_persistent_buffers_set)
+            (path, held, dict(held), module._non_persistent_buffers_set)
             for path, module in model.named_modules()
             for held in (module._parameters, module._buffers)
         ]
@@ -206,26 +246,51 @@ class Made:
                 wanted="those that a model is planned with",
                 remedy="call the model once before it is planned, or make them in __init__",
             )
-        return [LeftTensor(tensor, _replaces(path)) for path, tensor, _ in new]
+        return [LeftTensor(tensor, _replaces(path, "call the model once before")) for path, tensor, _ in new]
 
     def restore(self) -> None:
         """Take them out again."""
-        for _, held, before, _ in self._held:
-            for name in held.keys() - before:
+        for _, held, before, unsaved in self._held:
+            for name in held.keys() - before.keys():
                 del held[name]
+            held.update({name: before[name] for name in before if _is_anew(name, held, before, unsaved)})
 
     def _new(self) -> Iterator[tuple[str, Any, bool]]:
         """Their paths, what they are, and whether a state dict has them."""
         for path, held, before, unsaved in self._held:
             for name, item in held.items():
-                if name not in before:
+                if name not in before or _is_anew(name, held, before, unsaved):
                     yield _path(path, name), item, name not in unsaved
 
 
-def check_cached(graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]) -> None:
-    """Raise the refusal of one of the tensors, which forward leaves, that depends on the call."""
+def _unsaved(model: nn.Module) -> set[str]:
+    """The buffers that no state dict has."""
+    return {
+        _path(path, name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: set[str]) -> bool:
+    """Whether a buffer that no state dict has is one that doesn't fit where the one before was."""
+    old, new = before[name], held.get(name)
+    fits = old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
+    return name in unsaved and new is not None and not fits
+
+
+def check_cached(
+    model: nn.Module, graph: Graph, names: Sequence[str], refusals: Sequence[TraceError]
+) -> None:
+    """Raise the refusal of one of the tensors, which forward leaves, that depends on the call.
+
+    What is made of constants doesn't, nor what is made of buffers that no state dict has and forward keeps.
+    """
     makers = {result: operator for operator in graph.operators for result in operator.results if result}
-    fixed = {item.name for item in graph.inputs if item.value is not None}
+    unsaved, written = _unsaved(model), dict(graph.writes)
+    buffers = (item for item in graph.inputs if item.kind is InputKind.BUFFER)
+    kept = {item.name for item in buffers if unsaved.issuperset((item.target, *item.aliases))}
+    fixed = {item.name for item in graph.inputs if item.value is not None} | (kept - written.keys())
     for name, refusal in zip(names, refusals, strict=True):
         todo, seen = [name], set[str]()
         while todo:

@@ -171,7 +171,7 @@ class Reachable:
                 self._todo += dict.values(value)
             case list() | tuple() | set() | frozenset() | deque():
                 self.containers[id(value)] = value
-                self._todo += value
+                self._todo += members(value)
             case types.ModuleType():
                 self._module(value)
             case type():
@@ -367,6 +367,13 @@ def is_library(module: str | None) -> bool:
 def _first(module: object) -> str:
     """The package of a module; of a class that calls a property so, none."""
     return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def members(value: Any) -> Iterator[Any]:
+    """What a container of values holds, whatever its class makes of being asked."""
+    base = next(kind for kind in (tuple, list, set, frozenset, deque) if isinstance(value, kind))
+    held: Iterator[Any] = base.__iter__(value)
+    return held
 
 
 def filled_cells(function: types.FunctionType) -> list[types.CellType]:

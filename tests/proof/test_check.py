@@ -92,6 +92,11 @@ def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, process
     assert report.passed, report
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_tables_that_the_first_call_makes_are_no_state(processes: bool) -> None:
+    assert checked("sloped", 2, force="batch", processes=processes).passed
+
+
 @pytest.mark.parametrize("force", [None, "batch", "filter"])
 def test_bags_of_embeddings(force: str | None) -> None:
     report = checked("bags", 2, force=force)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from copy import copy
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -67,6 +68,14 @@ def test_objects_without_tensors_are_constants_of_the_call() -> None:
     call = flatten_arguments((X, Mode.FAST, SimpleNamespace(rate=0.1)), {"act": torch.relu})
     assert call.tensors == (X,)
     assert call.key != flatten_arguments((X, Mode.FAST, SimpleNamespace(rate=0.2)), {"act": torch.relu}).key
+
+
+def test_an_object_is_what_it_holds_and_not_what_the_modules_that_it_names_hold() -> None:
+    cyclic: dict[str, Any] = {"lib": np}
+    cyclic["again"] = cyclic
+    first, second = SimpleNamespace(lib=torch, rate=0.1, near=cyclic), SimpleNamespace(lib=torch, rate=0.1)
+    assert flatten_arguments((X, first), {}).constants[1] is first
+    assert flatten_arguments((X, second), {}).key == flatten_arguments((X, copy(second)), {}).key
 
 
 def test_any_mapping_names_the_arguments() -> None:

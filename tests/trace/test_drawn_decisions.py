@@ -34,6 +34,8 @@ WAYS: list[Callable[[float], object]] = [
     lambda p: not torch.rand(()) > p if p > 0 else False,
     lambda p: torch.rand([]).item() < p if p not in (0, 1) else p,
     lambda p: torch.empty(()).uniform_(0, 1) < p if p not in (0, 1) else p,
+    lambda p: all(torch.rand(2) < p) if p not in (0, 1) else p,
+    lambda p: torch.stack([torch.rand(())]).topk(1)[0] < p if p not in (0, 1) else p,
 ]
 
 

@@ -169,15 +169,20 @@ class Balanced(nn.Module):
         super().__init__()
         self.log_variance = nn.Parameter(torch.tensor(0.3), requires_grad=requires_grad)
         self.register_buffer("goal", torch.ones(3))
+        self.register_buffer("unit", torch.tensor(2.0), persistent=False)
 
     def forward(self, output: Tensor) -> Tensor:
-        return (output - self.goal).square().mean() / self.log_variance.exp() + self.log_variance
+        return (output / self.unit - self.goal).square().mean() / self.log_variance.exp() + self.log_variance
 
 
 def test_tensors_of_a_loss_are_constants() -> None:
     graph = trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(requires_grad=False)).graph
     found = {item.target: item.value for item in graph.inputs if item.kind is InputKind.CONSTANT}
-    assert found == {"loss_fn.log_variance": torch.tensor(0.3), "loss_fn.goal": pytest.approx(torch.ones(3))}
+    assert found == {
+        "loss_fn.log_variance": torch.tensor(0.3),
+        "loss_fn.goal": pytest.approx(torch.ones(3)),
+        "loss_fn.unit": torch.tensor(2.0),
+    }
     assert all(not item.spec.requires_grad for item in graph.inputs if item.target in found)
 
 

@@ -35,7 +35,7 @@ from autopar.runtime.module.old_parameters import OldParameter
 from autopar.trace.attribute_reads import ALL, Owner, Reads
 from autopar.trace.input_values import changed
 from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Namespace, filled_cells, is_python_class
+from autopar.trace.reachable_state import Namespace, filled_cells, is_python_class, members
 
 _CELL = object()  # the key of what a cell holds
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -262,7 +262,7 @@ class Guard:
                 items = range(len(value))
                 self._add(value, iter, [f"{name}[{index}]" for index in items], items)
             case tuple():
-                for index, held in enumerate(value):
+                for index, held in enumerate(members(value)):
                     self._follow(held, f"{name}[{index}]")
             case functools.partial():
                 self._follow(value.func, name)
@@ -331,7 +331,8 @@ def _equal(value: Any, before: Any) -> bool:
     if type(value) is not type(before):
         return False
     if isinstance(value, tuple):
-        return len(value) == len(before) and all(map(_equal, value, before))
+        ours, theirs = tuple(members(value)), tuple(members(before))
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
     if isinstance(value, float) and value != value:
         return bool(before != before)
     if isinstance(value, (types.MethodType, frozenset, *_ATOMS)):

@@ -35,6 +35,10 @@ _OLD_NORMS = (
     SpectralNorm,
 )  # which make a weight of others before each call: traced as forward is
 _OLD_NORMS_OWN = (*_OLD_NORMS, SpectralNormStateDictHook, SpectralNormLoadStateDictPreHook)
+_SCRIPTED = (
+    "what a library scripts by itself it may leave as it is: in e3nn by "
+    "set_optimization_defaults(jit_script_fx=False), before the model is built"
+)
 _PARAMETER_HOOKS = {
     "_backward_hooks": "gradient hook",
     "_post_accumulate_grad_hooks": "post-accumulate hook",
@@ -71,7 +75,10 @@ def check(model: nn.Module) -> None:
         if isinstance(module, kind)
     ]
     if wrapped:
-        _refuse(wrapped, "a plain model", "pass the model as it was before it was wrapped")
+        remedy = "pass the model as it was before it was wrapped"
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            remedy += f"; {_SCRIPTED}"
+        _refuse(wrapped[:3] + ([f"{len(wrapped) - 3} more"] if wrapped[3:] else []), "a plain model", remedy)
     check_plain(model)
     forget_made_weights(model)
     _check_made_parameters(model)

@@ -21,6 +21,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.trace.attribute_reads import recording
+from autopar.trace.export import trace
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ForcedCompiler, forced_compiler
 
@@ -433,3 +434,37 @@ def test_a_guard_of_1000_modules_takes_at_most_a_millisecond() -> None:
     assert min(seconds) < 1e-3
     model[2].p = 0.2  # type: ignore[assignment]
     assert guard.change() == "Dropout.p"
+
+
+class Kind(tuple[Any, ...]):
+    """A value that is no sequence, although its class is one of Python's."""
+
+    @property
+    def order(self) -> Any:
+        return tuple.__getitem__(self, 0)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    __iter__ = __getitem__ = __contains__ = __len__  # type: ignore[assignment]
+
+
+class OfKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.pair = Kind((1, Settings())), (Kind((2,)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x * self.kind.order + self.pair[0].order
+        return out
+
+
+def test_what_a_container_holds_is_looked_at_whatever_its_class_makes_of_that() -> None:
+    model = OfKind()
+    with recording() as reads:
+        trace(model, (X,))
+    guard = Guard(reads)
+    model.kind = Kind(tuple.__iter__(model.kind))
+    assert guard.holds()
+    model.kind = Kind((3, Settings()))
+    assert guard.change() == "OfKind.kind"

@@ -29,3 +29,11 @@ def test_pruned_weights_are_refused_by_name_until_the_pruning_is_made_permanent(
     for name in ("weight", "bias"):
         prune.remove(model[0], name)
     serial_model.check(model)
+
+
+def test_modules_that_a_library_scripts_are_refused_by_the_first_names_and_how_it_leaves_them() -> None:
+    layers = [torch.jit.script(nn.Linear(2, 2)) for _ in range(5)]  # type: ignore[no-untyped-call]
+    with pytest.raises(InputError, match=r"module 2 wrapped by torch\.jit; 2 more.*jit_script_fx=False"):
+        serial_model.check(nn.Sequential(*layers))
+    with pytest.raises(InputError, match="before it was wrapped$"):
+        serial_model.check(nn.DataParallel(nn.Linear(2, 2)))
