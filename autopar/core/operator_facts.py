@@ -73,6 +73,7 @@ class Facts:
 
     # -- what it computes
     has_gradient: bool = True
+    learning_results: int | None = None  # the first ones; the others have no gradient
     has_linear_backward: bool = True  # of parts of a gradient it gives parts of the operands' gradients
     is_identity: bool = False  # gives its operands' elements, where shapes and dtypes stay
     changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments

@@ -72,6 +72,7 @@ from autopar.trace.structure import (
     said_structure,
     sparse_structure,
 )
+from autopar.trace.taken_gradients import TakenGradients, followed
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
 
@@ -134,6 +135,7 @@ class _Flat(nn.Module):
         blame: Callable[[Sources], None],
         structure: Structure,
         evaluates: bool,
+        taken: TakenGradients,
     ) -> None:
         super().__init__()
         self.constant = structure.users
@@ -144,7 +146,7 @@ class _Flat(nn.Module):
         self.arguments = arguments
         self.loss_fn = loss_fn
         self.loss_only = loss_only
-        self.known, self.by_name, self.answers = known, by_name, answers
+        self.known, self.by_name, self.answers, self.taken = known, by_name, answers, taken
         self.record = record
         self.training = model.training
         self.enter = enter
@@ -207,12 +209,13 @@ class _Flat(nn.Module):
         by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
         self.enter(FORWARD)
         model, given = self.model, self.arguments.tensors  # read before reads are recorded
-        with reads.on(), by_name, (values := InputValues(fakes, given, reads)), heard(self.answers):
+        values = InputValues(fakes, given, reads)
+        with reads.on(), by_name, values, heard(self.answers), self.taken:
             output = model(*args, **kwargs)
         if self.loss_fn is None:
             return output
         self.enter(f"the loss {_name(self.loss_fn)}")
-        with reads.on(), by_name, values, heard(self.answers):
+        with reads.on(), by_name, values, heard(self.answers), self.taken:
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
         _check_loss_result(self.loss_fn, loss)
         return loss if self.loss_only else {"loss": loss, "output": output}
@@ -248,7 +251,10 @@ def trace(
     # Inputs on the meta device can't be asked what eager training would ask them.
     answers = Answers(eager=not any(tensor.is_meta for tensor in arguments.tensors))
     given = model, arguments, loss_fn
-    trace_as = partial(_trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers)
+    taken = TakenGradients()
+    trace_as = partial(
+        _trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers, taken=taken
+    )
     own = own_names(model, loss_fn, arguments)
     said = said_structure(static, model, arguments, own) | sparse_structure(model, arguments)
     decisions = current().decisions
@@ -325,7 +331,23 @@ def _name_way_out(error: ValuesAskedError, arguments: Arguments, tried: Structur
         error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
-def _trace(
+def _trace(*given: Any, taken: TakenGradients, **options: Any) -> Traced:
+    """Trace once, and again by the parts of operators if forward is then found to take gradients."""
+    count = len(current().decisions)
+    if not taken.found:
+        try:
+            traced = _trace_once(*given, taken=taken, **options)
+        except AutoparError:
+            if not taken.found:
+                raise
+        if not taken.found:
+            return traced
+        del current().decisions[count:]
+    with followed():
+        return _trace_once(*given, taken=taken, **options)
+
+
+def _trace_once(
     model: nn.Module,
     arguments: Arguments,
     loss_fn: LossFunction | None,
@@ -334,6 +356,7 @@ def _trace(
     autocast: Autocast,
     loss_only: bool,
     answers: Answers,
+    taken: TakenGradients,
     structure: Structure,
     evaluates: bool,
     by_name: bool = False,
@@ -355,6 +378,7 @@ def _trace(
         blame=blamed.append,
         structure=structure,
         evaluates=evaluates,
+        taken=taken,
     )
     devices = devices_of(model, arguments)
     traced = tuple(
