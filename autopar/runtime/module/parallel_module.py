@@ -54,6 +54,7 @@ class ParallelModule(nn.Module):
         refuse_wrappers(lambda module: isinstance(module, ParallelModule))
         if isinstance(model, ParallelModule):  # without a plan yet: another try
             model.__class__ = _serial_class(type(model))
+            vars(model).update(model._autopar.tree.own)
         kind: Any = type(model)
         model.__class__ = _parallel_class(kind)
         return model
