@@ -244,6 +244,7 @@ def trace(
     sparse or nested.
     """
     check_dense(model)
+    _check_names(model)
     known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     arguments = replace(arguments, tensors=counting_writes(arguments.tensors))
     _check_loss(model, loss_fn, known)
@@ -503,6 +504,20 @@ def check_dense(model: nn.Module) -> None:
         for path, tensor in tensors
         if isinstance(tensor, torch.Tensor)
     )
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise InputError for a root that names parameters otherwise than its modules do, as wrappers may."""
+    named = {id(item): name for name, item in model.named_parameters()}
+    held = {id(item): name for name, item in nn.Module.named_parameters(model)}
+    found = next((key for key in held if named.get(key) != held[key]), None)
+    if found is not None:
+        raise InputError(
+            where=f"the model, a {type(model).__name__}",
+            found=f"{named.get(found, 'no name')} for its parameter {held[found]}",
+            wanted="the names that its modules have",
+            remedy="pass the module that it wraps, or wrap modules below it (apply_activation_checkpointing)",
+        )
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
