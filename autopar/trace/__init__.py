@@ -46,6 +46,7 @@ refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes
 finite_checks        branches that clamp what isn't finite
+value_checks         checks of values that raise
 strided_windows      as_strided of dense tensors, by operators on elements
 taken_gradients      gradients that a forward takes
 custom_backwards     Functions and hooks with a backward of their own
