@@ -75,6 +75,7 @@ from autopar.trace.structure import (
 from autopar.trace.taken_gradients import TakenGradients, followed
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
+from autopar.trace.user_source import all_of_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +390,7 @@ def _trace_once(
     try:
         with (
             inlined(),
+            all_of_forward(__file__),
             modules_themselves(),
             caught(model),
             traceable(notes),
