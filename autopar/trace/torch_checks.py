@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.trace.drawn_decisions import DrawnDecisions
 from autopar.trace.finite_checks import FiniteChecks
+from autopar.trace.inverse_spectra import inverse_spectra
 from autopar.trace.same_masks import SameMasks
 from autopar.trace.strided_windows import windows
 from autopar.trace.user_source import calling_line
@@ -216,6 +217,7 @@ _BY_ELEMENTS: dict[Any, Callable[..., Tensor]] = {
     torch.as_strided: _as_strided,
     Tensor.as_strided: _as_strided,
 }
+_INVERSE = (torch.istft, Tensor.istft)
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
 
 _GIVES_ITSELF: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, torch.dropout: _plain_dropout}
@@ -281,6 +283,9 @@ class _Rewriting(TorchFunctionMode):
             _note(self.notes, "gaussian_nll_loss")
             with patch.object(torch, "any", lambda *_: False):  # of `var < 0`
                 return function(*args, **kwargs)
+        if function in _INVERSE and not (kwargs.get("return_complex") or len(args) > 9):
+            _note(self.notes, "istft")
+            return inverse_spectra(*args, **kwargs)
         if function in _IN_PLACE:
             with self:
                 return _IN_PLACE[function](*args, **kwargs)
