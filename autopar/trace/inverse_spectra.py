@@ -24,7 +24,7 @@ def inverse_spectra(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """As torch.istft, of real signals, without its check of the window's sums."""
+    """Return what torch.istft gives of real signals, without its check of the sums of windows."""
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     frames = input.mT[..., : n_fft // 2 + 1]
     signal = torch.fft.irfft(frames, n_fft, norm="ortho" if normalized else "backward")
