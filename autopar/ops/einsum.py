@@ -103,3 +103,4 @@ def read(equation: str, ranks: Sequence[int]) -> tuple[list[Letters], Letters]:
 
 
 declare(aten.einsum, aten.tensordot, sum_of=2)
+declare(aten.tensordot, casts_inside=True)
