@@ -55,6 +55,10 @@ class AttentionArguments:
     grouped: str
 
 
+# By a view's arguments after its operand, and the operand's shape: a target, and what follows the view there.
+Undo: TypeAlias = "Callable[[Sequence[Any], tuple[int, ...]], tuple[Target, tuple[Any, ...]]]"
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Answers about one overload; the defaults hold for an operator of which nothing is declared."""
@@ -63,6 +67,7 @@ class Facts:
     hidden_writes: HiddenWrites | None = None  # that its schema doesn't say
     usable_results: int | None = None  # the first ones; the others are notes for its kernel's backward
     put_back: Target = None  # of a view: the overload that puts a tensor where the view looks
+    undo: Undo | None = None  # of a view of all elements: the call that makes its operand of it
     any_strides: Target = None  # the overload that does the same on tensors of any strides
     copies_expanded: bool = False  # where no view of an expanded operand is what it gives
     is_fresh: bool = False  # a copy at each call, though a trace shows it in its operand's memory
@@ -73,6 +78,7 @@ class Facts:
 
     # -- what it computes
     has_gradient: bool = True
+    learning_results: int | None = None  # the first ones; the others have no gradient
     has_linear_backward: bool = True  # of parts of a gradient it gives parts of the operands' gradients
     is_identity: bool = False  # gives its operands' elements, where shapes and dtypes stay
     changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments

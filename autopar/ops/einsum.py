@@ -17,6 +17,7 @@ from autopar.sharding.rule import Instance, Rule, Sample, register
 aten = torch.ops.aten
 
 Letters = tuple[str, ...]
+_DIMS = ("dims_self", "dims_other")
 
 
 @register
@@ -53,6 +54,33 @@ class Einsum(Rule):
         yield Sample(aten.einsum.default, ("iij,j->i", [torch.randn(4, 4, 5), torch.randn(5)]))
 
 
+@register
+class TensorDot(Rule):
+    """Sums of products over pairs of dims: i j, k j -> i k."""
+
+    targets = (aten.tensordot.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        ours, theirs = ([op.dim(dim, place) for dim in op[name]] for place, name in enumerate(_DIMS))
+        pairs = list(zip(ours, theirs, strict=True))
+        same = [op.shape()[one] == op.shape(1)[other] for one, other in pairs]  # else one of length 1
+        first: list[str | None] = [f"a{dim}" for dim in range(len(op.shape()))]
+        second: list[str | None] = [f"b{dim}" for dim in range(len(op.shape(1)))]
+        result = [label for dim, label in enumerate(first) if dim not in ours]
+        result += [label for dim, label in enumerate(second) if dim not in theirs]
+        for number, ((one, other), alike) in enumerate(zip(pairs, same, strict=True)):
+            first[one] = second[other] = f"c{number}" if alike else None
+        kinds = {f"c{number}": Kind.CONTRACTED for number, alike in enumerate(same) if alike}
+        return Equation((tuple(first), tuple(second)), (tuple(result),), kinds)
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 3, 4)
+        yield Sample(aten.tensordot.default, (x, torch.randn(4, 6), [-1], [0]))
+        yield Sample(aten.tensordot.default, (x, torch.randn(7, 4, 3), [1, 2], [2, 1]))
+        yield Sample(aten.tensordot.default, (x, torch.randn(6, 1), [2], [1]))
+        yield Sample(aten.tensordot.default, (x, torch.randn(2), [], []))
+
+
 def read(equation: str, ranks: Sequence[int]) -> tuple[list[Letters], Letters]:
     """The letters of each term's dims and of the result's, of terms with so many dims; those of an
     ellipsis are numbers, counted from its right. Without an arrow the result has the letters that occur
@@ -74,4 +102,5 @@ def read(equation: str, ranks: Sequence[int]) -> tuple[list[Letters], Letters]:
     return terms, letters(right, max(hidden))
 
 
-declare(aten.einsum, sum_of=2)
+declare(aten.einsum, aten.tensordot, sum_of=2)
+declare(aten.tensordot, casts_inside=True)

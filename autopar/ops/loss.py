@@ -246,3 +246,4 @@ class CrossEntropy(Rule):
 # On CPUs these write a loss for each element into the result, before it becomes their mean or sum in the
 # first of its places (torch 2.13).
 declare(aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss, whole_first=True)
+declare(aten.nll_loss_forward, aten.nll_loss2d_forward, learning_results=1)  # then the sum of weights

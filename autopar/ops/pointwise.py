@@ -27,6 +27,11 @@ _UNARY = (
     "full_like empty_like to _to_copy nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
     "erfinv fill zero clip angle special_entr special_erfcx special_ndtr special_log_ndtr special_i0 "
 )
+_DERIVATIVES = (
+    "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward threshold_backward "
+    "elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward leaky_relu_backward "
+    "mish_backward logit_backward "
+)
 _BINARY = (
     "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor "
     "bitwise_and bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax "
@@ -58,7 +63,7 @@ _SCALING = {"mul", "div", "true_divide", "neg", "clone", "contiguous", "alias", 
 class Pointwise(Rule):
     """One result element from one element of each operand."""
 
-    targets = (*_overloads(_UNARY + " " + _BINARY), aten.max.other, aten.min.other)
+    targets = (*_overloads(_UNARY + _DERIVATIVES + _BINARY), aten.max.other, aten.min.other)
     passes_layout_on = True
     numbers_alike = True
 
@@ -93,7 +98,8 @@ class Pointwise(Rule):
             return ()
         if name == "div" and op.arguments.get("rounding_mode") is not None:
             return ()
-        if name in _SCALING and floating and floating[0] == 0:
+        scales = name in _SCALING or name.endswith("_backward")  # the gradient, which comes first
+        if scales and floating and floating[0] == 0:
             return (frozenset({0}),)
         return ()
 
@@ -126,6 +132,9 @@ class Pointwise(Rule):
         yield Sample(aten.isclose.default, (x, x[:1].clone()))
         yield Sample(aten.complex.default, (x, torch.randn(5)))
         yield Sample(aten.polar.default, (x.abs(), torch.randn(4, 1)))
+        yield Sample(aten.tanh_backward.default, (x, torch.randn(3, 4, 5)))
+        yield Sample(aten.gelu_backward.default, (x, torch.randn(3, 4, 5)), {"approximate": "tanh"})
+        yield Sample(aten.softplus_backward.default, (x, torch.randn(3, 4, 5), 2.0, 20.0))
 
 
 @register

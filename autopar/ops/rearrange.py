@@ -1,7 +1,7 @@
 """Elements moved, repeated or masked by their place in a dim.
 
 Where the move is a product of loops (pixel shuffle, repeat) it is a relation between dims (see
-dims.py); otherwise (roll, flip, tril) the dims that it runs along stay whole and the others are free.
+dims.py); otherwise (roll, fftshift, flip, tril) the dims that it runs along stay whole, the others are free.
 """
 
 from __future__ import annotations
@@ -147,6 +147,23 @@ class Roll(_Along):
         yield Sample(aten.roll.default, (x, [1, -2], [0, -1]))
         yield Sample(aten.roll.default, (x, [3]))
         yield Sample(aten.flip.default, (x, [1]))
+
+
+@register
+class SpectrumShift(_Along):
+    """Halves of some dims, or of all, change places: frequency 0 comes to the middle, or to the front."""
+
+    targets = (aten.fft_fftshift.default, aten.fft_ifftshift.default)
+
+    def whole(self, op: Instance) -> set[int]:
+        dims = op["dim"]
+        return set(range(len(op.shape()))) if dims is None else {op.dim(dim) for dim in dims}
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 4, 7)
+        yield Sample(aten.fft_fftshift.default, (x, [1, -1]))
+        yield Sample(aten.fft_ifftshift.default, (x, [2]))
+        yield Sample(aten.fft_ifftshift.default, (x,))
 
 
 @register

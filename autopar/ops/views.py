@@ -8,6 +8,7 @@ image can be cropped where its skip connection needs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -361,6 +362,21 @@ class Pad(Rule):
         yield Sample(aten.constant_pad_nd.default, (x, [0, 0, -2, 3], 0.0))
 
 
+def _reshaped(_: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
+    return aten.reshape.default, (list(shape),)
+
+
+def _permuted(target: Any, args: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
+    order = target(torch.empty(tuple(range(len(shape))), device="meta"), *args).shape
+    return aten.permute.default, ([order.index(dim) for dim in range(len(shape))],)
+
+
+for _view in (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int):
+    declare(_view, undo=_reshaped)
+for _view in (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+    declare(_view, undo=_reshaped)
+for _view in (aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int, aten.mT.default):
+    declare(_view, undo=partial(_permuted, _view))
 declare(aten.view.default, any_strides=aten.reshape.default)
 declare(aten.reshape, aten.view, aten.flatten, aten.unflatten, aten.contiguous, copies_expanded=True)
 declare(aten.expand, aten.broadcast_to, aten.broadcast_tensors, rows_alike=True)

@@ -46,7 +46,10 @@ refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes
 finite_checks        branches that clamp what isn't finite
+value_checks         checks of values that raise
+inverse_spectra      torch.istft, by its parts
 strided_windows      as_strided of dense tensors, by operators on elements
+taken_gradients      gradients that a forward takes
 custom_backwards     Functions and hooks with a backward of their own
 custom_calls         one of them, its tensors and numbers taken out
 applied_functions    every call of a Function, by versions of torch

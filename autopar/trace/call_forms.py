@@ -2,6 +2,7 @@
 
     x.add_(y)            --> add(x, y)
     x.new_zeros(...)     --> zeros(...)
+    narrow(x, d, i, n)   --> slice(x, d, i, i + n)
     f(x, dtype, device)  --> f(x, dtype, device=...)
     a library's own name for an operator that is known here --> that operator
 
@@ -11,6 +12,7 @@ Passes that change arguments of a call take them by name (`arguments_of`) and wr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -60,6 +62,10 @@ def without_example(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The call that gives `value` without the tensor that it only takes as an example (`_ALIKE`)."""
+    if target is aten.narrow.default:
+        tensor, dim, start, length = args
+        end = sys.maxsize if start < 0 and start + length == 0 else start + length
+        return aten.slice.Tensor, (tensor, dim, start, end), kwargs
     if target in _CAST_ALIKE:
         return aten.to.dtype, (args[0], value.dtype), {}
     if target not in _ALIKE:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError, TraceError
@@ -289,10 +290,21 @@ def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
             tensors.append(leaf)
         elif isinstance(leaf, _PLAIN):
             constants.append(leaf)
+        elif isinstance(leaf, Distribution):
+            raise _returns_distribution(pytree.keystr(path), type(leaf).__name__)
         else:
             constants.append(None)
             dropped.append(f"{pytree.keystr(path) or 'output'} ({type(leaf).__name__})")
     return tuple(tensors), Results(tuple(constants), structure, tuple(dropped))
+
+
+def _returns_distribution(path: str, kind: str) -> TraceError:
+    return TraceError(
+        where=f"output{path} ({kind})",
+        found="a distribution, whose tensors exist inside the program alone",
+        wanted="the tensors that it is made of",
+        remedy="return these and make it of them after the call, or use it in forward or loss_fn",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
@@ -153,10 +152,7 @@ class _Tracer:
         return _Handle()
 
     def derive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of `autograd.grad`, which is traced like forward, but through no custom backward.
-
-        Without `create_graph` its operators are in the graph like those with it, and the results are cut off.
-        """
+        """In place of `autograd.grad`, which is traced like forward, but through no custom backward."""
         if function is not torch.autograd.grad:
             _refuse(
                 f"{function.__name__} inside forward",
@@ -166,8 +162,7 @@ class _Tracer:
         if not self.hooked:
             self.derived = calling_line()
             with suppress(CustomGradientError):
-                found = function(*args, **kwargs)
-                return found if _creates_graph(args, kwargs) else tree_map_only(Tensor, Tensor.detach, found)
+                return function(*args, **kwargs)
         _refuse(
             f"{function.__name__} inside forward through a backward or hook of its own",
             "gradients of torch's operators there",
@@ -188,7 +183,7 @@ class _Tracer:
                 if self.derived is None or _UNFOLLOWED not in str(cause):
                     raise
                 raise _outside(
-                    self.derived, "gradients of composed operators, which forward takes"
+                    self.derived, "gradients through an operator whose parts a trace doesn't see"
                 ) from cause
 
     def _enter(self, enter: Any, *args: Any) -> Any:
@@ -223,11 +218,6 @@ def _outside(where: str, found: str) -> TraceError:
         remedy="return the output, and derive it by x.requires_grad_(); y = parallel(x); "
         "torch.autograd.grad(y.sum(), x, create_graph=True), as often as you need",
     )
-
-
-def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `autograd.grad` asks for gradients that have gradients themselves."""
-    return bool(args[4] if len(args) > 4 else kwargs.get("create_graph"))
 
 
 def _written(place: Place, operands: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:

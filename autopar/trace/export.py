@@ -81,7 +81,9 @@ from autopar.trace.structure import (
     said_structure,
     sparse_structure,
 )
+from autopar.trace.taken_gradients import TakenGradients, followed
 from autopar.trace.torch_checks import traceable
+from autopar.trace.user_source import all_of_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class _Flat(nn.Module):
         blame: Callable[[Sources], None],
         structure: Structure,
         evaluates: bool,
+        taken: TakenGradients,
     ) -> None:
         super().__init__()
         self.constant = structure.users
@@ -152,7 +155,7 @@ class _Flat(nn.Module):
         self.arguments = arguments
         self.loss_fn = loss_fn
         self.loss_only = loss_only
-        self.known, self.by_name, self.answers = known, by_name, answers
+        self.known, self.by_name, self.answers, self.taken = known, by_name, answers, taken
         self.record = record
         self.training = model.training
         self.enter = enter
@@ -215,12 +218,13 @@ class _Flat(nn.Module):
         by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
         self.enter(FORWARD)
         model, given = self.model, self.arguments.tensors  # read before reads are recorded
-        with reads.on(), by_name, (values := InputValues(fakes, given, reads)), heard(self.answers):
+        values = InputValues(fakes, given, reads)
+        with reads.on(), by_name, values, heard(self.answers), self.taken:
             output = model(*args, **kwargs)
         if self.loss_fn is None:
             return output
         self.enter(f"the loss {_name(self.loss_fn)}")
-        with reads.on(), by_name, values, heard(self.answers):
+        with reads.on(), by_name, values, heard(self.answers), self.taken:
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
         _check_loss_result(self.loss_fn, loss)
         return loss if self.loss_only else {"loss": loss, "output": output}
@@ -249,6 +253,7 @@ def trace(
     sparse or nested.
     """
     check_dense(model)
+    _check_names(model)
     known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     arguments = replace(arguments, tensors=counting_writes(arguments.tensors))
     _check_loss(model, loss_fn, known)
@@ -256,7 +261,10 @@ def trace(
     # Inputs on the meta device can't be asked what eager training would ask them.
     answers = Answers(eager=not any(tensor.is_meta for tensor in arguments.tensors))
     given = model, arguments, loss_fn
-    trace_as = partial(_trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers)
+    taken = TakenGradients()
+    trace_as = partial(
+        _trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers, taken=taken
+    )
     own = own_names(model, loss_fn, arguments)
     said = said_structure(static, model, arguments, own) | sparse_structure(model, arguments)
     decisions = current().decisions
@@ -333,7 +341,23 @@ def _name_way_out(error: ValuesAskedError, arguments: Arguments, tried: Structur
         error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
-def _trace(
+def _trace(*given: Any, taken: TakenGradients, **options: Any) -> Traced:
+    """Trace once, and again by the parts of operators if forward is then found to take gradients."""
+    count = len(current().decisions)
+    if not taken.found:
+        try:
+            traced = _trace_once(*given, taken=taken, **options)
+        except AutoparError:
+            if not taken.found:
+                raise
+        if not taken.found:
+            return traced
+        del current().decisions[count:]
+    with followed():
+        return _trace_once(*given, taken=taken, **options)
+
+
+def _trace_once(
     model: nn.Module,
     arguments: Arguments,
     loss_fn: LossFunction | None,
@@ -342,6 +366,7 @@ def _trace(
     autocast: Autocast,
     loss_only: bool,
     answers: Answers,
+    taken: TakenGradients,
     structure: Structure,
     evaluates: bool,
     by_name: bool = False,
@@ -363,6 +388,7 @@ def _trace(
         blame=blamed.append,
         structure=structure,
         evaluates=evaluates,
+        taken=taken,
     )
     devices = devices_of(model, arguments)
     traced = tuple(
@@ -373,6 +399,7 @@ def _trace(
     try:
         with (
             inlined() as again,
+            all_of_forward(__file__),
             modules_themselves(),
             caught(model),
             traceable(notes),
@@ -490,6 +517,20 @@ def check_dense(model: nn.Module) -> None:
         for path, tensor in tensors
         if isinstance(tensor, torch.Tensor)
     )
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise InputError for a root that names parameters otherwise than its modules do, as wrappers may."""
+    named = {id(item): name for name, item in model.named_parameters()}
+    held = {id(item): name for name, item in nn.Module.named_parameters(model)}
+    found = next((key for key in held if named.get(key) != held[key]), None)
+    if found is not None:
+        raise InputError(
+            where=f"the model, a {type(model).__name__}",
+            found=f"{named.get(found, 'no name')} for its parameter {held[found]}",
+            wanted="the names that its modules have",
+            remedy="pass the module that it wraps, or wrap modules below it (apply_activation_checkpointing)",
+        )
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -59,9 +59,11 @@ class FiniteChecks:
         """Raise the refusal if a clamp is owed and the call, unless it reads an attribute, is another."""
         if self._owed is None or getattr(function, "__name__", "") == "__get__":
             return
-        owed, self._owed = self._owed, None
-        if function not in _CLAMPS or not args or args[0] is not owed or not _keeps_finite(*args, **kwargs):
+        if function not in _CLAMPS or not args or args[0] is not self._owed:
+            raise self.refuse()  # and again, where a `try` of forward catches that
+        if not _keeps_finite(*args, **kwargs):
             raise self.refuse()
+        self._owed = None
 
     def answers_no(self, function: Any, args: tuple[Any, ...]) -> bool:
         """Whether the call asks if all is finite, of what can be clamped always: not all is, then."""

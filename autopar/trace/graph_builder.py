@@ -326,11 +326,12 @@ class GraphBuilder:
         differentiable &= any(self.graph.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         usable = results[: facts_of(target).usable_results]
         results, unusable = usable, [None] * (len(results) - len(usable))
-        title, names = self.graph.names_for(node.name, None if single else len(results))
-        exported = [
-            item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)
-        ]
+        title, made = self.graph.names_for(node.name, None if single else len(results))
+        names = tuple(None if each is None else name for name, each in zip(made, results, strict=True))
+        exported = pytree.tree_leaves(node.meta.get("val"))
         for name, value, before in zip(names, results, exported, strict=False):
+            if name is None:  # a gradient that nobody asks for
+                continue
             assert isinstance(value, torch.Tensor)
             if value.dtype != before.dtype:
                 self.casts.retyped.add(name)
@@ -352,9 +353,11 @@ class GraphBuilder:
         self.graph.operators.append(operation)
         self.graph.note_aliases(node, operation, fresh=written is not None)
         if written is not None:
-            names = (self.casts.cast(node, names[0], self.graph.specs[written].dtype),)
-            self.casts.retyped |= {names[0]} if written in self.casts.retyped else set()
-        return Ref(names[0]) if single else [*map(Ref, names), *unusable]
+            assert names[0] is not None
+            names = (cast := self.casts.cast(node, names[0], self.graph.specs[written].dtype),)
+            self.casts.retyped |= {cast} if written in self.casts.retyped else set()
+        found = [None if name is None else Ref(name) for name in names]
+        return found[0] if single else [*found, *unusable]
 
     def hook(self, node: fx.Node, operation: Operator) -> None:
         """Let all that uses a tensor use what the hook's `operation` gives instead, also before it.
@@ -433,6 +436,9 @@ def _is_hook(item: Operator) -> bool:
 
 def _may_learn_of(target: Any, args: Sequence[Any], result: int) -> bool:
     """Whether a result has a gradient, where operands do: a custom backward may have marked it as without."""
+    learning = facts_of(target).learning_results
+    if learning is not None and result >= learning:
+        return False
     return target is not CUSTOM or call_at(args[4]).results[result].requires_grad
 
 

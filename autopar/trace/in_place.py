@@ -3,6 +3,7 @@
     x.add_(y); use(x)          -->  x_1 = add(x, y); use(x_1)
     x[a:b].mul_(2); use(x)     -->  v = slice(x, a, b); v_1 = mul(v, 2)
                                     x_1 = slice_scatter(x, v_1, a, b); use(x_1)
+    x.view(-1).mul_(2); use(x)     v_1 = mul(view(x, -1), 2); x_1 = reshape(v_1, x's shape); use(x_1)
 
 Writes through other views, and those that a view made before would show, are refused.
 """
@@ -108,6 +109,10 @@ class InPlaceWrites:
     def _scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
         """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
         derivatives of such writes for real ones alone."""
+        if (undo := facts_of(view.target).undo) is not None:
+            target, after = undo(view.args[1:], self._graph.specs[base].shape)
+            spec = replace(self._graph.specs[name], shape=self._graph.specs[base].shape)
+            return self._graph.add(node, target, (Ref(name), *after), spec)
         requires_grad = self._graph.specs[base].requires_grad or self._graph.specs[name].requires_grad
         spec, rest = replace(self._graph.specs[base], requires_grad=requires_grad), view.args[1:]
         if not spec.dtype.is_complex:

@@ -7,7 +7,10 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -58,6 +61,23 @@ def _frames(text: str) -> Iterator[str]:
 def source_of(node: fx.Node) -> str:
     """The innermost line of the user's own code that calls the operator; empty where none is known."""
     return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
+
+
+@contextmanager
+def all_of_forward(boundary: str) -> Iterator[None]:
+    """Within, tracers note all of the user's frames below those of the file `boundary`.
+
+    By themselves they note functions that are called forward alone.
+    """
+
+    def below(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        last = max((place for place, frame in enumerate(frames) if frame.filename == boundary), default=-1)
+        return traceback.StackSummary.from_list(
+            [frame for frame in frames[last + 1 :] if not is_library(frame.filename)]
+        )
+
+    with patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", below):
+        yield
 
 
 def user_line(error: BaseException, unknown: str = "the model's forward") -> str:

@@ -33,7 +33,9 @@ class WrittenGraph:
         self.titles: set[str] = set()  # names of operators
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
-        self.views: dict[str, Operator] = {}  # slice of a tensor -> the operator that made it
+        self.views: dict[
+            str, Operator
+        ] = {}  # slice of a tensor, or another shape -> the operator that made it
         self.whole: dict[str, str] = {}  # another tensor of the very same elements -> the tensor they are of
         self.writes: dict[str, str] = {}  # buffer -> what it holds after the step
 
@@ -110,7 +112,7 @@ class WrittenGraph:
                 self.whole[name] = of
         elif operation.operands and any(each.alias_info is not None for each in schema.returns):
             self.root[name] = self.root[operation.operands[0]]
-        if self.root[name] != name and facts.put_back is not None:
+        if self.root[name] != name and (facts.put_back is not None or facts.undo is not None):
             self.views[name] = operation
 
     def _is_seen(self, operation: Operator, of: str, name: str) -> bool:

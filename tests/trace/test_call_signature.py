@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Normal
 
-from autopar.errors import InputError
+from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import (
     flatten_arguments,
     flatten_results,
@@ -22,6 +23,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
     split_inputs,
 )
+from autopar.trace.export import trace
 
 
 @dataclass
@@ -225,3 +227,23 @@ def test_a_call_leaves_out_the_loss_if_the_model_needs_all_its_inputs(
     loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: bool
 ) -> None:
     assert leaves_out_loss(Two(), loss_fn, args, kwargs) == left_out
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_a_distribution_may_go_to_the_loss_but_not_out(event: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Distribution]:
+            normal = Normal(self.linear(x), 1.0)
+            return x, Independent(normal, 1) if event else normal
+
+    x = torch.randn(4, 3)
+    graph = trace(Net(), (x, x), loss_fn=lambda output, y: -output[1].log_prob(y).mean()).graph
+    assert len(graph.outputs) == 1
+    with pytest.raises(
+        TraceError, match=r"output\[1\] \((Normal|Independent)\): .*make it of them after the call"
+    ):
+        trace(Net(), (x,))

@@ -8,11 +8,16 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
+from autopar.errors import InputError
 from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.check import check
@@ -63,6 +68,15 @@ def request(**options: Any) -> Request:
 
 def plan(model: nn.Module, args: tuple[Tensor], **options: Any) -> Plan:
     return search(trace(model, args).graph, TWO, request(**options)).plan
+
+
+def test_a_wrapped_block_is_a_region_and_a_wrapped_model_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 6)))
+    apply_activation_checkpointing(layers, check_fn=lambda module: module is layers[1])
+    graph = trace(layers, (torch.randn(4, 6),)).graph
+    assert [item.checkpoint > 0 for item in graph.operators] == [False, True, True]
+    with pytest.raises(InputError, match="a CheckpointWrapper: .*pass the module that it wraps"):
+        trace(checkpoint_wrapper(layers), (torch.randn(4, 6),))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

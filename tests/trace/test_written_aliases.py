@@ -50,6 +50,19 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "a dropout that drops all": lambda h: F.dropout(h, 1.0),
     "a product with one": lambda h: torch.einsum("ij,->ij", h, torch.ones(())),
 }
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "narrow": lambda h: h.narrow(1, 1, 3),
+    "narrow from the end": lambda h: h.narrow(1, -2, 2),
+    "narrow to nothing": lambda h: h.narrow(1, 0, 0),
+    "another shape": lambda h: h.view(-1, 2, 3),
+    "a part of another shape": lambda h: h.narrow(1, 1, 4).unflatten(1, (2, 2))[:, 1],
+    "flat": lambda h: h.view(-1, 2, 3).flatten(1, 2),
+    "one dim more": lambda h: h.unsqueeze(1)[:, :, 2:],
+    "one dim less": lambda h: h[:, None].squeeze(1)[:, :2],
+    "transposed": lambda h: h.t()[1:3],
+    "permuted": lambda h: h.view(6, 2, 3).permute(2, 0, 1)[1],
+    "moved": lambda h: h.view(6, 2, 3).movedim(0, 2).mT[0],
+}
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum that transposes": lambda h: torch.einsum("ij->ji", h),
     "einsum of a diagonal": lambda h: torch.einsum("ii->i", h),
@@ -69,7 +82,7 @@ class Written(nn.Module):
         h = self.linear(x)
         y = self.function(h)
         y.add_(1).mul_(2)
-        return h.tanh() * y.mean()
+        return h.tanh() * y.sum()
 
 
 def in_batches(graph: Graph, mesh: Mesh) -> Forced:
@@ -82,6 +95,11 @@ def in_batches(graph: Graph, mesh: Mesh) -> Forced:
 def test_a_write_to_a_result_that_is_the_argument_is_a_write_to_that_alone(name: str) -> None:
     model = Written((ITSELF | COPIES)[name])
     check_against_serial(model, Mesh((2,)), torch.randn(6, 6), by=in_batches)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_through_a_view_reaches_what_it_is_a_view_of(name: str) -> None:
+    check_against_serial(Written(VIEWS[name]), Mesh((2,)), torch.randn(6, 6), by=in_batches)
 
 
 @pytest.mark.parametrize("name", OTHERS)

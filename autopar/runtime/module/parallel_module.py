@@ -50,10 +50,11 @@ class ParallelModule(nn.Module):
         """`model`, of another class."""
         if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
             return _serial_class(cls)(model, *args, **kwargs)
+        if isinstance(model, ParallelModule) and not model._autopar.tensors.is_placed:  # another try
+            model.__class__ = _serial_class(type(model))
+            vars(model).update(model._autopar.tree.own)
         serial_model.check(model)
         refuse_wrappers(lambda module: isinstance(module, ParallelModule))
-        if isinstance(model, ParallelModule):  # without a plan yet: another try
-            model.__class__ = _serial_class(type(model))
         kind: Any = type(model)
         model.__class__ = _parallel_class(kind)
         return model

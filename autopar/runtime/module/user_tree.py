@@ -58,6 +58,7 @@ class Owner(NamedTuple):
     stored: Stored
 
 
+_FORWARD = "forward"
 _numbers = itertools.count()
 _trees: weakref.WeakSet[UserTree] = weakref.WeakSet()
 
@@ -65,12 +66,14 @@ _trees: weakref.WeakSet[UserTree] = weakref.WeakSet()
 class UserTree:
     """The modules below `root`, which is one of them, by their paths.
 
-    `number` is the same on all ranks, which make their parallel modules in one order. `nothing` are
-    parameters without elements that stand for those of other stages.
+    `number` is the same on all ranks, which make their parallel modules in one order. `own` is a forward
+    that the root itself has had, not its class. `nothing` are parameters without elements that
+    stand for those of other stages.
     """
 
     def __init__(self, root: nn.Module, serial_class: type) -> None:
         self.root, self.serial_class = root, serial_class
+        self.own = _taken(root, _FORWARD)  # what the user has put in the place of the class's
         self.number = next(_numbers)
         self.nothing: tuple[nn.Parameter, ...] = ()
         self.version = 0  # of which modules there are
@@ -323,12 +326,13 @@ class UserTree:
         root, parallel_class = self.root, type(self.root)
         self.uninstall()
         # A framework may have put a forward around ours (autocast): of the class, and of this object alone.
-        names = [name for name in ("_autopar", "forward") if name in root.__dict__]
-        ours: dict[str, Any] = {name: root.__dict__.pop(name) for name in names}
+        ours = _taken(root, "_autopar", _FORWARD)
         root.__class__ = self.serial_class
+        root.__dict__.update(self.own)
         try:
             yield root
         finally:
+            _taken(root, _FORWARD)
             root.__class__ = parallel_class
             root.__dict__.update(ours)
             self.install()
@@ -351,6 +355,11 @@ class UserTree:
                         places[id(tensor)] = whole
         self._put(places)
         self.set_attributes(self._whole_lists)
+
+
+def _taken(root: nn.Module, *names: str) -> dict[str, Any]:
+    """What an object alone holds by these names, no longer there."""
+    return {name: root.__dict__.pop(name) for name in names if name in root.__dict__}
 
 
 def _keeps_values(tensor: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -283,3 +284,30 @@ def _kept() -> None:
 
 def test_old_parameters_and_shared_trunks_are_refused(pools: Pools) -> None:
     pools(2).run(_kept)
+
+
+def _doubled(model: Net, x: Tensor) -> Tensor:
+    return 2 * Net.forward(model, x)
+
+
+def _roots_own(kinds: list[str]) -> None:
+    torch.manual_seed(0)
+    theirs = Net().double()
+    model = copy.deepcopy(theirs)
+    for net in (theirs, model):
+        net.forward = types.MethodType(_doubled, net)  # type: ignore[method-assign]
+    assert "forward" not in vars(parallel(model, kinds))
+    ours = parallel(model, kinds)  # another try
+    ours.prepare(X)
+    for twins in ((ours, theirs), (copy.deepcopy(ours), copy.deepcopy(theirs))):
+        for net in twins:
+            F.cross_entropy(net(X), Y).backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+        assert gap(*twins) < 1e-12
+    torch.testing.assert_close(ours(X), theirs(X))
+    assert len(ours._autopar._programs) == 1, "what the root itself has isn't taken for a change"
+
+
+@both
+def test_a_forward_that_the_root_itself_has_is_the_one_that_is_traced(kinds: list[str], pools: Pools) -> None:
+    pools(2).run(_roots_own, kinds)

@@ -1,0 +1,102 @@
+"""Checks of values that raise are passed: a program goes on where eager code goes on.
+
+    assert torch.isfinite(h).all()              the branch that raises is the one that isn't taken
+    if (h < 0).any(): raise ValueError(h)
+
+Which one raises the code of the caller tells. One that a `try` around it may catch decides more than whether
+forward ends, and isn't passed.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FrameType
+
+from autopar.trace.user_source import is_tool
+
+_RETURNS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")
+
+
+def passing_answer(frame: FrameType | None) -> bool | None:
+    """What lets the code go on that asks a tensor for its truth; None if no answer to it raises."""
+    frames = list(_users(frame))
+    if not frames:
+        return None
+    asking = _Code.of(frames[0].f_code)
+    found = asking.passing(frames[0].f_lasti)
+    if found is None:
+        return None
+    answer, raised = found
+    offsets = (raised, *(outer.f_lasti for outer in frames[1:]))
+    caught = any(_Code.of(each.f_code).catches(at) for each, at in zip(frames, offsets, strict=True))
+    return None if caught else answer
+
+
+def _users(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of forward that are a user's or a library's of models, the innermost first."""
+    while frame is not None and frame.f_globals.get("__name__") != "autopar.trace.export":
+        if not is_tool(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+class _Code:
+    """The steps of a function's code, by their offsets."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.steps = list(dis.get_instructions(code))
+        self.places = {step.offset: place for place, step in enumerate(self.steps)}
+        self.suppresses = "suppress" in code.co_names
+        self.handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    @staticmethod
+    @cache
+    def of(code: CodeType) -> _Code:
+        """The code, read once."""
+        return _Code(code)
+
+    def passing(self, offset: int) -> tuple[bool, int] | None:
+        """The answer that a branch goes on with, and the offset where the other one raises."""
+        place = self.places[offset]
+        place += self.steps[place].opname == "TO_BOOL"
+        branch = self.steps[place]
+        if not branch.opname.startswith("POP_JUMP") or not branch.opname.endswith(("_TRUE", "_FALSE")):
+            return None
+        jumps, falls = self.raises(self.places[branch.argval]), self.raises(place + 1)
+        jumps_if = branch.opname.endswith("_TRUE")
+        if jumps is None:
+            return None if falls is None else (jumps_if, falls)
+        return (not jumps_if, jumps) if falls is None else None
+
+    def raises(self, place: int) -> int | None:
+        """The offset where the code from a place on raises, on all its ways; None if it doesn't."""
+        seen, places, found = set[int](), [place], None
+        while places:
+            place = places.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            step = self.steps[place]
+            if step.opname == "RAISE_VARARGS":
+                found = step.offset
+                continue
+            if step.opname in _RETURNS or place + 1 == len(self.steps):
+                return None
+            if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+                places.append(self.places[step.argval])
+            if not step.opname.startswith("JUMP_") or "_OR_POP" in step.opname:
+                places.append(place + 1)
+        return found
+
+    def catches(self, offset: int) -> bool:
+        """Whether what is raised there comes to an `except` or `finally`; a `with` lets it through, but for
+        `contextlib.suppress`."""
+        for entry in self.handlers:
+            if entry.start <= offset < entry.end:
+                first, second = self.steps[self.places[entry.target] :][:2]
+                is_with = second.opname == "WITH_EXCEPT_START" and not self.suppresses
+                if first.opname == "PUSH_EXC_INFO" and not is_with:
+                    return True
+        return False
