@@ -1,0 +1,7 @@
+"""State dicts of optimizers and ranks, whole and in parts.
+
+optimizer_states   state dicts of optimizers in serial order
+optimizer_values   one value of an optimizer's state, between how it lies and serial order
+named_states       torch's state dicts by names, full or in shards
+rank_states        what the ranks of all stages hold
+"""

@@ -1,0 +1,7 @@
+"""The user's tree of modules: how it lies while it is trained, and what of it can't be.
+
+user_tree          its modules, with DTensors in the place of their parameters
+stored             how these lie, and state dicts in serial order
+old_parameters     those that were there before, refused where they are used
+serial_model       the user's model, without its memory
+"""

@@ -1,0 +1,9 @@
+"""The search for an assignment, under a memory cap or none.
+
+search            solves it, and checks the answer
+symmetry          axes that are interchangeable
+multipliers       of what hides: which to solve for next
+written_programs   one program under several multipliers, written once
+memory_frontier   programs where bytes have a price
+least_memory      the program that needs fewest bytes, and the error that says how many
+"""

@@ -1,0 +1,9 @@
+"""Graph to graph: calls in forms that rules know.
+
+simplify             leaves out what nobody needs
+inverse_spectra      torch.istft, by its parts
+spread_out           copies of expanded tensors, which stay
+call_forms           calls in functional form, with devices by name
+grouped_products     products of groups of rows with a matrix for each
+sparse_products      products of sparse matrices as one operator
+"""

@@ -1,0 +1,8 @@
+"""The exported graph written down as operators that assign each tensor once.
+
+graph_builder        writes the exported graph down as operators
+written_graph        the graph as far as it is written down
+in_place             in-place writes as single assignments
+casts                what autocast casts, as operators
+kept_rows            sums, means and losses of what a boolean mask keeps
+"""
