@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec, Link
     from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
-    from autopar.planning.options import PlanOptions
+    from autopar.planning.asked.options import PlanOptions
     from autopar.proof.declared import verify_operator
-    from autopar.results.plan import Plan
+    from autopar.results.plan.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
@@ -50,8 +50,8 @@ _MODULE_OF = {
     "Link": "autopar.cluster",
     "Mesh": "autopar.core.mesh",
     "ParallelModule": "autopar.runtime.module.parallel_module",
-    "Plan": "autopar.results.plan",
-    "PlanOptions": "autopar.planning.options",
+    "Plan": "autopar.results.plan.plan",
+    "PlanOptions": "autopar.planning.asked.options",
     "compare": "autopar.api",
     "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",

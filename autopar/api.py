@@ -6,7 +6,7 @@ solve       integer program over all assignments           solve/, planning/
 rewrite     local operators and collectives of a rank      rewrite/
 run         DTensor parameters outside, local ones inside  runtime/
 
-Their options are declared in planning/options.py.
+Their options are declared in planning/asked/options.py.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.explaining.explain import explained
     from autopar.explaining.frontier import SECONDS, frontier
     from autopar.integrations import stock
-    from autopar.planning.busy_neighbours import busy_neighbours
-    from autopar.planning.given_plan import agree_on_plan, plan_to_run
-    from autopar.planning.option_environment import settle, settle_beside_plan
-    from autopar.planning.options import (
+    from autopar.planning.asked.option_environment import settle, settle_beside_plan
+    from autopar.planning.asked.options import (
         COMPARE,
         PARALLELIZE,
         PLAN,
@@ -60,28 +58,30 @@ with uncollected():  # collections while torch and all rooms are imported take a
         is_local,
         read_outputs,
     )
+    from autopar.planning.asked.request import check_cluster, check_overlap, check_timeout, request_of
+    from autopar.planning.busy_neighbours import busy_neighbours
+    from autopar.planning.given_plan import agree_on_plan, plan_to_run
     from autopar.planning.planner import Planner
-    from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
     from autopar.proof.changes import MOST
     from autopar.proof.check import Report, check, check_compiled, check_input
-    from autopar.results.announce import Announcer
-    from autopar.results.comparison import Comparison
-    from autopar.results.explanation import Explanation
-    from autopar.results.measured_steps import MeasuredSteps, read_measured
-    from autopar.results.notebook_bar import notebook_bar, notebook_bar_of_workers
-    from autopar.results.plan import Plan
-    from autopar.results.progress_bar import ProgressBar, ProgressLines
+    from autopar.results.comparison.comparison import Comparison
+    from autopar.results.comparison.measured_steps import MeasuredSteps, read_measured
+    from autopar.results.explanation.explanation import Explanation
+    from autopar.results.plan.announce import Announcer
+    from autopar.results.plan.plan import Plan
+    from autopar.results.progress.notebook_bar import notebook_bar, notebook_bar_of_workers
+    from autopar.results.progress.progress_bar import ProgressBar, ProgressLines
     from autopar.results.report.page import Beside, Written, write_page
     from autopar.rewrite.render import describe
     from autopar.runtime.collectives import random
     from autopar.runtime.compiled.compiler import check_compiler
     from autopar.runtime.launch import worker
-    from autopar.runtime.module import serial_model
     from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.tree import serial_model
     from autopar.schedules.fill_bubbles import order_of
     from autopar.schedules.one_stage import one_stage
     from autopar.schedules.simulate import simulate
-    from autopar.trace.call_signature import LossFunction, split_inputs
+    from autopar.trace.call.call_signature import LossFunction, split_inputs
     from autopar.trace.target import Target, check_target, load_target
     from costdb.database import Database
 

@@ -20,22 +20,22 @@ from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.uncollected import uncollected
 from autopar.errors import InputError
+from autopar.planning.asked.request import Request
 from autopar.planning.given_plan import check_program
-from autopar.planning.known_plans import kept, resized
+from autopar.planning.graphs.known_plans import kept, resized
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
-from autopar.results.announce import Announcer
-from autopar.results.plan import Plan
+from autopar.results.plan.announce import Announcer
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
-from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
+from autopar.runtime.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.sample_dims import samples_elsewhere
 from autopar.sharding.strategies import dims_of
-from autopar.trace.call_signature import leaves_out_loss
+from autopar.trace.call.call_signature import leaves_out_loss
 from autopar.trace.export import Traced
-from autopar.trace.numbers import require_known
-from autopar.trace.simplify import with_masks_by_dims, without_gradients
+from autopar.trace.forms.simplify import with_masks_by_dims, without_gradients
+from autopar.trace.reads.numbers import require_known
 from autopar.units import show_bytes
 
 

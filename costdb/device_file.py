@@ -16,7 +16,7 @@ from typing import Any
 
 from autopar.core.user_text import is_file, parse_json, read_text
 from autopar.errors import InputError, show_value
-from autopar.results.whole_file import write_whole
+from autopar.results.files.whole_file import write_whole
 from costdb.columns import TABLES, check_row
 from costdb.database import SCHEMA_VERSION, Database
 from costdb.measurement import Measurement

@@ -32,7 +32,7 @@ from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import options_of, strategies_of
-from autopar.solve.placement.space import storable
+from autopar.solve.choices.space import storable
 from autopar.trace.export import trace
 
 Forced = tuple[Dims, Program]

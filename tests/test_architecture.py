@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -53,19 +54,19 @@ OUTSIDE = {  # who may import what does the work outside
 }
 TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison or a pattern of ATen's names
     "autopar.runtime.collectives.late_gradients": "products that have a late twin",
-    "autopar.trace.call_forms": "calls that no graph has, and what does the same",
-    "autopar.trace.checkpoint_regions": "a count that a buffer holds, which it writes twice",
-    "autopar.trace.constant_folding": "patterns of rows that are picked and placed, which it rewrites",
-    "autopar.trace.edge_operators": "the same",
-    "autopar.trace.fused_products": "the same",
-    "autopar.trace.placed_rows": "the same",
-    "autopar.trace.routed_products": "patterns of rows that are sorted and put back, which it rewrites",
-    "autopar.trace.row_placements": "the same",
-    "autopar.trace.kept_rows": "forms in which rows of a mask are made, summed and counted",
-    "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
-    "autopar.trace.stand_ins": "what torch calls below a graph",
-    "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
-    "autopar.runtime.parameters.whole_operators": "the same table",
+    "autopar.trace.forms.call_forms": "calls that no graph has, and what does the same",
+    "autopar.trace.forward.checkpoint_regions": "a count that a buffer holds, which it writes twice",
+    "autopar.trace.rewrites.constant_folding": "patterns of rows picked and placed, which it rewrites",
+    "autopar.trace.rewrites.edge_operators": "the same",
+    "autopar.trace.rewrites.fused_products": "the same",
+    "autopar.trace.rewrites.placed_rows": "the same",
+    "autopar.trace.rewrites.routed_products": "patterns of rows sorted and put back, which it rewrites",
+    "autopar.trace.rewrites.row_placements": "the same",
+    "autopar.trace.write.kept_rows": "forms in which rows of a mask are made, summed and counted",
+    "autopar.trace.write.graph_builder": "a copy that has no derivative, which it rewrites",
+    "autopar.trace.backwards.stand_ins": "what torch calls below a graph",
+    "autopar.runtime.dtensors.global_scalars": "torch's own table of how operators take DTensors",
+    "autopar.runtime.dtensors.whole_operators": "the same table",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
     "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
     "autopar.proof.backward": "kernels that are slow on several threads in float64",
@@ -125,6 +126,21 @@ def test_imports_point_one_way(module: str) -> None:
     known = {room(name) for name in imports(modules()[module])} - {None, here, "autopar"}
     wrong = {name for name in known if LEVEL[name] >= LEVEL[here] and (here, name) not in NEIGHBOURS}
     assert not wrong, f"{module} imports {', '.join(sorted(wrong))}"
+
+
+def folder(module: str) -> str:
+    """Where a module lies; of modules beside rooms, and of tables of contents, each is by itself."""
+    outer = module.rpartition(".")[0]
+    return module if outer in ("autopar", "autopar.runtime") or module.endswith("__init__") else outer
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    known, links = modules(), nx.DiGraph()
+    for module, path in known.items():
+        ends = {folder(name) for name in imports(path) if name in known}
+        links.add_edges_from((folder(module), end) for end in ends - {folder(module)})
+    circles = [sorted(part) for part in nx.strongly_connected_components(links) if len(part) > 1]
+    assert len(links) > 50 and not circles
 
 
 def test_cost_knows_only_how_calls_are_written() -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
+from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan as Planned
 from tests.benchmarks import low_precision
 from tests.benchmarks.__main__ import measure

@@ -21,8 +21,8 @@ from autopar.cli import main
 from autopar.cli.streams import finite
 from autopar.core.costs import Collective
 from autopar.errors import InputError
-from autopar.planning.option_environment import VARIABLE, read, settle, write
-from autopar.planning.options import Options
+from autopar.planning.asked.option_environment import VARIABLE, read, settle, write
+from autopar.planning.asked.options import Options
 from autopar.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]

@@ -87,7 +87,7 @@ def test_options_clusters_and_errors_need_no_torch() -> None:
     names, modules = fresh(
         """
 import autopar
-from autopar.planning.options import Options
+from autopar.planning.asked.options import Options
 found = [autopar.Mesh((2, 2)), autopar.ClusterSpec(devices_per_node=4), Options().read()]
 result = dir(autopar)
 """

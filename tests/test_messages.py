@@ -24,7 +24,7 @@ from autopar.cli.commands import app
 from autopar.cluster import ClusterSpec
 from autopar.errors import LONGEST
 from autopar.explaining.what_if import WORDS
-from autopar.planning.options import OPTIONS
+from autopar.planning.asked.options import OPTIONS
 from autopar.runtime.module.parallel_module import ParallelModule
 
 ROOT = Path(autopar.__file__).parents[1]

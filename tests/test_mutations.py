@@ -36,9 +36,9 @@ from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Rule, Site
 from autopar.sharding.window import Window
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.tensor_classes import TensorClass, Use
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.tensor_classes import TensorClass, Use
+from autopar.solve.program.problem import Problem
 from autopar.trace.micro_batches import MicroBatch
 from tests.forced_programs import force_factors
 from tests.pool import Pool

@@ -12,7 +12,7 @@ import typer
 from rich.console import RenderableType
 
 from autopar.core.torch_version import check_torch
-from autopar.planning.options import OPTIONS, Door, Options
+from autopar.planning.asked.options import OPTIONS, Door, Options
 
 
 @dataclass(frozen=True, slots=True)

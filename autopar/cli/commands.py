@@ -20,11 +20,11 @@ from autopar.errors import (
     InfeasibleError,
     InputError,
 )
-from autopar.planning.option_environment import settle, write
-from autopar.planning.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
+from autopar.planning.asked.option_environment import settle, write
+from autopar.planning.asked.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
 
 if TYPE_CHECKING:
-    from autopar.results.plan import Plan
+    from autopar.results.plan.plan import Plan
 
 # Commands import what needs torch when they run: help and bad words are told without it.
 
@@ -94,8 +94,8 @@ def plan(
     _check_seconds("--frontier", frontier)
     from autopar import api
     from autopar.comparing.scaling import scale
-    from autopar.results.progress_bar import ProgressBar
-    from autopar.results.render_scaling import render_scaling
+    from autopar.results.comparison.render_scaling import render_scaling
+    from autopar.results.progress.progress_bar import ProgressBar
     from autopar.trace.target import load_target
 
     made, bar = load_target(target), ProgressBar(progress)
@@ -129,7 +129,7 @@ def _write_trace(found: Plan, path: str | None) -> None:
     """Write the step of a plan over time, if a file is named."""
     if path is not None:
         from autopar import api
-        from autopar.results.draw_timeline import write_trace
+        from autopar.results.plan.draw_timeline import write_trace
 
         write_trace(api.timeline(found), Path(path))
 
@@ -147,8 +147,8 @@ def _refuse_for_range(**said: str | float | None) -> None:
 
 def _shown(found: Plan) -> CommandOutput:
     """A plan, with the picture of its stages if it has any."""
-    from autopar.results.draw_timeline import timeline_text
-    from autopar.results.render_plan import render
+    from autopar.results.plan.draw_timeline import timeline_text
+    from autopar.results.plan.render_plan import render
 
     if not found.pipeline.is_staged:
         return CommandOutput(found.as_dict(), render(found))
@@ -172,8 +172,8 @@ def show(
     as_json: AsJson = False,
 ) -> CommandOutput:
     """Print a saved plan."""
-    from autopar.results.plan import Plan
-    from autopar.results.schema import schema_of
+    from autopar.results.files.schema import schema_of
+    from autopar.results.plan.plan import Plan
 
     if schema:
         if not as_json:
@@ -235,7 +235,7 @@ def report(
     spec = None if cluster is None else ClusterSpec.parse(cluster)
     _check_seconds("--frontier", frontier or None)
     from autopar import api
-    from autopar.results.progress_bar import ProgressBar
+    from autopar.results.progress.progress_bar import ProgressBar
     from autopar.units import show_bytes
 
     bar = ProgressBar(progress)
@@ -272,9 +272,9 @@ def diff(
     as_json: AsJson = False,
 ) -> CommandOutput:
     """Print what differs between two saved plans."""
-    from autopar.results.difference import difference
-    from autopar.results.plan import Plan
-    from autopar.results.render_difference import render_difference
+    from autopar.results.difference.difference import difference
+    from autopar.results.difference.render_difference import render_difference
+    from autopar.results.plan.plan import Plan
 
     names = Path(before).name, Path(after).name
     found = difference(
@@ -314,8 +314,8 @@ def explain(
     _check_seconds("--seconds", seconds)
     spec = ClusterSpec.parse(cluster)
     from autopar import api
-    from autopar.results.progress_bar import ProgressBar
-    from autopar.results.render_explanation import render_explanation
+    from autopar.results.explanation.render_explanation import render_explanation
+    from autopar.results.progress.progress_bar import ProgressBar
     from autopar.trace.target import load_target
 
     made, bar = load_target(target), ProgressBar(progress)
@@ -373,8 +373,8 @@ def compare(
     """Put the pure strategies and the solver's plan for TARGET side by side."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
-    from autopar.results.progress_bar import ProgressBar
-    from autopar.results.render_comparison import render_comparison
+    from autopar.results.comparison.render_comparison import render_comparison
+    from autopar.results.progress.progress_bar import ProgressBar
     from autopar.trace.target import load_target
 
     found = api.compare(
@@ -419,8 +419,8 @@ def run(
     if options["costdb"] is not None:
         options["costdb"] = str(Path(options["costdb"]).absolute())
     asked, spec = settle(**options), ClusterSpec.parse(cluster)
+    from autopar.planning.asked.request import request_of
     from autopar.planning.given_plan import write_plan_to_run
-    from autopar.planning.request import request_of
     from autopar.runtime.launch.launch import start_script
 
     spec.check_local()
@@ -455,7 +455,7 @@ def profile(
     """Measure collectives, and the operators of TARGET, on this machine."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
-    from autopar.results.progress_bar import ProgressBar
+    from autopar.results.progress.progress_bar import ProgressBar
     from autopar.trace.target import load_target
 
     made = load_target(target) if target else None
@@ -479,7 +479,7 @@ def doctor(
     spec = None if cluster is None else ClusterSpec.parse(cluster)
     check_torch()
     from autopar.doctor.examine import examine
-    from autopar.results.render_examination import render_examination
+    from autopar.results.explanation.render_examination import render_examination
 
     found = examine(spec, costdb=costdb)
     if found is None:  # another rank tells

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if answer.text:
-        from autopar.results.text import WIDTH
+        from autopar.results.files.text import WIDTH
 
         width = None if sys.stdout.isatty() else WIDTH
         Console(width=width, highlight=False, markup=False).print(answer.text)

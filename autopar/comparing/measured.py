@@ -34,17 +34,17 @@ from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree, measure_links
-from autopar.planning.optimizer_state import KNOWN
-from autopar.planning.request import Request
-from autopar.results.comparison import Comparison, Measured, Row
-from autopar.results.plan import Plan
+from autopar.planning.asked.optimizer_state import KNOWN
+from autopar.planning.asked.request import Request
+from autopar.results.comparison.comparison import Comparison, Measured, Row
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_signature import find_loss, flatten_results, split_for_loss
+from autopar.trace.call.call_signature import find_loss, flatten_results, split_for_loss
 from autopar.trace.export import trace
+from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target, load_target
 from costdb.database import Database
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved.offload import HostStorage
-from autopar.trace.structure import parts_of
+from autopar.trace.values.structure import parts_of
 
 
 def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torch.device) -> int:

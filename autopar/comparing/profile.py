@@ -23,10 +23,10 @@ from autopar.cost.machine.measuring import CoRunners
 from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import measure_operators, search
-from autopar.results.plan import Plan
-from autopar.results.text import html_of
+from autopar.results.files.text import html_of
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.trace.export import trace

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from autopar.cluster import ClusterSpec
 from autopar.errors import InfeasibleError, InputError
 from autopar.planning.strategies_beside import reason_of
-from autopar.results.plan import Plan
-from autopar.results.scaling import Scaled, Scaling
+from autopar.results.comparison.scaling import Scaled, Scaling
+from autopar.results.plan.plan import Plan
 
 
 def scale(clusters: Sequence[ClusterSpec], plan: Callable[[ClusterSpec], Plan]) -> Scaling:

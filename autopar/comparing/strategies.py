@@ -30,12 +30,12 @@ from autopar.cost.machine.measuring import CoRunners, Progress
 from autopar.cost.machine.model import setting_of
 from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
+from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
-from autopar.results.comparison import Comparison, Row
-from autopar.solve.placement.kinds import Kinds
-from autopar.solve.placement.space import split_by_force
+from autopar.results.comparison.comparison import Comparison, Row
+from autopar.solve.choices.kinds import Kinds
+from autopar.solve.choices.space import split_by_force
 from autopar.trace.export import Traced
 from autopar.trace.target import Target
 from autopar.units import show_bytes

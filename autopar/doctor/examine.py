@@ -18,7 +18,7 @@ from autopar.doctor.judgement import as_dicts, of_machines, of_meeting
 from autopar.doctor.meeting import SECONDS, Meeting, meet
 from autopar.doctor.rank_facts import facts_here
 from autopar.errors import AutoparError, InputError
-from autopar.results.examination import Examination, Finding, warn, wrong
+from autopar.results.explanation.examination import Examination, Finding, warn, wrong
 from autopar.runtime.launch.launch import run_function
 
 STARTING = 45.0  # seconds more than the meeting's, in which processes of this machine start and end

@@ -16,7 +16,7 @@ import torch
 from autopar.core.torch_version import RANGE, is_tried
 from autopar.core.version import VERSION
 from autopar.errors import AutoparError, InputError
-from autopar.results.examination import Finding, ok, warn, wrong
+from autopar.results.explanation.examination import Finding, ok, warn, wrong
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram

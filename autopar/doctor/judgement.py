@@ -9,7 +9,7 @@ from typing import Any
 from autopar.cluster import ClusterSpec, Link
 from autopar.doctor.meeting import Meeting, TimedLink
 from autopar.doctor.rank_facts import RankFacts
-from autopar.results.examination import Finding, ok, warn, wrong
+from autopar.results.explanation.examination import Finding, ok, warn, wrong
 from autopar.units import show_bytes
 
 LEAST_SHARED = (

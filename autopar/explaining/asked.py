@@ -10,11 +10,11 @@ from typing import Any
 from autopar.cluster import ClusterSpec
 from autopar.cost.machine.measuring import Progress
 from autopar.errors import InfeasibleError, InputError, OverCapError, SolverError, TraceError
-from autopar.planning.options import PLAN, Options
+from autopar.planning.asked.options import PLAN, Options
+from autopar.planning.asked.request import Auto, Request, request_of
 from autopar.planning.planner import Planner
-from autopar.planning.request import Auto, Request, request_of
-from autopar.results.explanation import Change, Outcome
-from autopar.results.plan import Plan
+from autopar.results.explanation.explanation import Change, Outcome
+from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target
 
 LEAST = 60.0  # seconds for all other plans, or those that the first one took, if these are more

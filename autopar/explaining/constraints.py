@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
 from autopar.explaining.layers import Alternatives
-from autopar.planning.options import NARROWING, OPTIONS
-from autopar.results.explanation import Change, Outcome, binds
-from autopar.results.plan import Plan
+from autopar.planning.asked.options import NARROWING, OPTIONS
+from autopar.results.explanation.explanation import Change, Outcome, binds
+from autopar.results.plan.plan import Plan
 from autopar.units import show_bytes
 
 LARGEST = 2**30  # bytes of "a little more": 1 GiB

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
 from autopar.explaining.constraints import flag
-from autopar.planning.options import NARROWING
-from autopar.results.difference import difference
-from autopar.results.plan import Plan
-from autopar.results.plan_words import gap_of
-from autopar.results.render_step import told_parts
+from autopar.planning.asked.options import NARROWING
+from autopar.results.difference.difference import difference
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.plan_words import gap_of
+from autopar.results.plan.render_step import told_parts
 from autopar.units import show_bytes, show_seconds
 
 BATCH = "batch"

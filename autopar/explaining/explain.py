@@ -25,8 +25,8 @@ from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
 from autopar.explaining.what_if import read, what_if
 from autopar.planning.links import link_notes
 from autopar.planning.mesh_search import MeshProblem
-from autopar.results.explanation import Explanation, LayerChoices, Outcome
-from autopar.results.plan import Plan
+from autopar.results.explanation.explanation import Explanation, LayerChoices, Outcome
+from autopar.results.plan.plan import Plan
 from costdb.database import Database
 
 ROUNDS = 3  # of measuring what was solved and solving it again, at most

@@ -18,8 +18,8 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.explaining.asked import Asked
 from autopar.explaining.explain import problem_of
 from autopar.explaining.layers import Alternatives
-from autopar.results.frontier import Frontier, Point, undominated
-from autopar.results.plan import Plan
+from autopar.results.plan.frontier import Frontier, Point, undominated
+from autopar.results.plan.plan import Plan
 
 SECONDS = 30.0  # for all caps
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.explaining.asked import REFUSED, Asked
 from autopar.explaining.constraints import options
 from autopar.explaining.what_if import batch_of, what_if
-from autopar.results.explanation import Change
+from autopar.results.explanation.explanation import Change
 
 MOST_MICRO_BATCHES = 64
 LEAST_BATCH = 8  # parts of the batch down to which it is halved

@@ -19,16 +19,16 @@ from autopar.core.graph import Call, Graph, Operator
 from autopar.core.strategy import Strategy
 from autopar.errors import InputError, show_value
 from autopar.explaining.asked import REFUSED, SHARE, reason_of
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
-from autopar.results.explanation import Choice, LayerChoices
-from autopar.results.plan import Layer, Plan
+from autopar.results.explanation.explanation import Choice, LayerChoices
+from autopar.results.plan.plan import Layer, Plan
 from autopar.sharding.strategies import strategies_of
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.kinds import Kinds
+from autopar.solve.choices.space import forced, split_by_force, undominated
 from autopar.solve.deadline import after
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.kinds import Kinds
-from autopar.solve.placement.space import forced, split_by_force, undominated
 
 MOST = 12  # ways to split a layer that are solved, the cheapest by themselves
 FEW = 3  # where several layers are explained

@@ -10,7 +10,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.cutting import Rows
 from autopar.errors import InputError, show_value
 from autopar.explaining.asked import REFUSED, Asked, reason_of
-from autopar.results.explanation import Change
+from autopar.results.explanation.explanation import Change
 from autopar.units import parse_bytes
 
 WORDS = ("memory", "devices", "batch")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError
 from autopar.integrations.versions import check_version
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 check_version("accelerate")
 

@@ -17,7 +17,7 @@ from autopar.core.strategy import UNSUMMED, Option
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation
 from autopar.sharding.rule import Instance, Rule, Sample, register
-from autopar.trace.custom_operator import CUSTOM, CustomCall, call_at, place_of
+from autopar.trace.backwards.custom_operator import CUSTOM, CustomCall, call_at, place_of
 
 
 @register

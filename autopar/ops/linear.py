@@ -19,8 +19,8 @@ from autopar.core.operator_facts import declare
 from autopar.core.work import Flops, Multiplication, Product, SizedCall
 from autopar.sharding.equation import Equation, Kind, parse
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.trace.grouped_products import GROUPED_MM
-from autopar.trace.routed_products import ROUTED_MM
+from autopar.trace.forms.grouped_products import GROUPED_MM
+from autopar.trace.rewrites.routed_products import ROUTED_MM
 
 aten = torch.ops.aten
 

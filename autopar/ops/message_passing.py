@@ -34,7 +34,7 @@ from autopar.sharding.needed_rows import (
     remembered,
 )
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.trace.edge_operators import PICK, PLACE
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 
 aten = torch.ops.aten
 

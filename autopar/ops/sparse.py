@@ -39,7 +39,7 @@ from autopar.sharding.needed_rows import (
 )
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.sparse_blocks import block_of, index_dtype
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.estimates import Choice
-from autopar.results.plan import Alternative
+from autopar.results.plan.plan import Alternative
 
 if TYPE_CHECKING:
     from autopar.planning.search import Decision

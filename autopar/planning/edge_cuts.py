@@ -10,8 +10,8 @@ from torch import Tensor
 from autopar.core.graph import Graph
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.vertex_order import edge_cut
-from autopar.trace.edge_operators import PICK, PLACE
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 
 Edges = tuple[Tensor, Tensor]  # where they come from, and where they lead
 

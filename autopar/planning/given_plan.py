@@ -14,9 +14,9 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
-from autopar.planning.option_environment import read, read_plan_file
-from autopar.planning.options import NARROWING
-from autopar.results.plan import Plan
+from autopar.planning.asked.option_environment import read, read_plan_file
+from autopar.planning.asked.options import NARROWING
+from autopar.results.plan.plan import Plan
 from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.units import show_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError
-from autopar.solve.placement.solution import CutoffError, check_cutoff
+from autopar.solve.program.solution import CutoffError, check_cutoff
 from autopar.solve.stages.step import Step
 
 REMEMBERED = 16  # assignments

@@ -32,23 +32,23 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import margin
-from autopar.planning.ask import UNLIMITED, Ask, Limits
+from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.known_cuts import KnownCuts
-from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
+from autopar.solve.assignment.memory_frontier import Priced
+from autopar.solve.assignment.multipliers import MultiplierSearch
+from autopar.solve.assignment.symmetry import choose_named
+from autopar.solve.assignment.written_programs import WrittenPrograms
+from autopar.solve.choices.fold import Folding, fold
+from autopar.solve.choices.kinds import Kinds, kind_by_axis
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import Space, build_space, split_by_force
 from autopar.solve.deadline import is_over, left
-from autopar.solve.placement.fold import Folding, fold
-from autopar.solve.placement.kinds import Kinds, kind_by_axis
-from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.multipliers import MultiplierSearch
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
-from autopar.solve.placement.space import Space, build_space, split_by_force
-from autopar.solve.placement.symmetry import choose_named
-from autopar.solve.placement.written_programs import WrittenPrograms
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile

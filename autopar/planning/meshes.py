@@ -6,7 +6,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import name_of
 from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 
 
 def meshes_of(cluster: ClusterSpec, request: Request) -> list[Mesh]:

@@ -23,12 +23,12 @@ from autopar.core.graph import Graph
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.apart import Apart, complexity
+from autopar.planning.asked.request import Request
 from autopar.planning.estimates import Choice
-from autopar.planning.request import Request
 from autopar.planning.screening import GraphOf, Screen
 from autopar.planning.search import Decision, decide
 from autopar.solve.deadline import after, is_over, left
-from autopar.solve.placement.solution import CutoffError
+from autopar.solve.program.solution import CutoffError
 from costdb.database import Database
 
 PLANNED = 3  # pairs of K and M that are planned

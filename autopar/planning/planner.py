@@ -25,21 +25,21 @@ from autopar.core.uncollected import uncollected
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.asked.request import Auto, Request
 from autopar.planning.busy_neighbours import busy_neighbours
+from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
+from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
-from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
-from autopar.planning.request import Auto, Request
 from autopar.planning.search import Decision, beside, decide, finish, search
-from autopar.planning.told_graphs import PartGraphs
 from autopar.planning.training_notes import weight_notes
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.solve.deadline import after, left
-from autopar.trace.call_signature import LossFunction, flatten_arguments
+from autopar.trace.call.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
+from autopar.trace.forms.simplify import only_loss
 from autopar.trace.micro_batches import split_batch
-from autopar.trace.simplify import only_loss
 from costdb.database import Database
 
 LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs

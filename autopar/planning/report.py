@@ -21,19 +21,19 @@ from autopar.cost.program.moments import moments
 from autopar.cost.program.offload import offloaded, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
+from autopar.planning.asked.request import Request
 from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
-from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.planning.training_notes import training_notes
-from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
+from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
-from autopar.solve.placement.kinds import Kinds, kind_by_axis
-from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
+from autopar.solve.choices.kinds import Kinds, kind_by_axis
+from autopar.solve.choices.shard_state import gathering_notes, when, whole_notes
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
 from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
-from autopar.trace.custom_operator import title_of
+from autopar.trace.backwards.custom_operator import title_of
 
 ROUNDING = 1e-12  # of sums in another order
 

@@ -36,20 +36,20 @@ from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
 from autopar.planning.apart import IN_VAIN, Apart, margin
 from autopar.planning.apart import MEASURED as NOISE
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
-from autopar.planning.request import Request
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
 from autopar.sharding.strategies import dims_of
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND
 from autopar.solve.memory.offload import overlapped
 from autopar.solve.memory.recompute import sparing
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.solution import Solution
+from autopar.solve.program.solution import Solution
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened for stages, about

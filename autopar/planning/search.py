@@ -25,18 +25,18 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.measured_first import Candidate, most_valuable
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
-from autopar.planning.request import Request
 from autopar.planning.strategies_beside import one_device, strategies_beside
-from autopar.results.plan import Alternative, Plan
+from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over, left
-from autopar.solve.placement.solution import CutoffError, Solution
+from autopar.solve.program.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
 from costdb.database import Database

@@ -20,7 +20,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.timeline import Beside, Event, Timeline
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import recompute_seconds
-from autopar.results.step_parts import StepParts
+from autopar.results.plan.step_parts import StepParts
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.simulate import simulate
 from autopar.solve.stages.step import Step

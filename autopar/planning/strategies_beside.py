@@ -11,12 +11,12 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import PURE
 from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, InfeasibleError, SolverError
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import pipeline_of
-from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
-from autopar.results.plan import ONE_DEVICE, Alternative
+from autopar.results.plan.plan import ONE_DEVICE, Alternative
 from autopar.solve.stages.step import Step
 from autopar.units import show_bytes
 

@@ -20,20 +20,20 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.errors import AutoparError
-from autopar.planning.known_plans import kept, resized
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
+from autopar.planning.graphs.known_plans import kept, resized
 from autopar.planning.search import search
 from autopar.proof.precision import copy_model, raise_model, written_constants
 from autopar.proof.verdict import Record, compare
 from autopar.proof.verify import train_eagerly, verify_simulated
-from autopar.results.plan import Plan
-from autopar.runtime.module import serial_model
-from autopar.runtime.module.guards import Guard, Slot
-from autopar.trace.attribute_reads import recording
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_signature import Arguments
+from autopar.results.plan.plan import Plan
+from autopar.runtime.programs.guards import Guard, Slot
+from autopar.runtime.tree import serial_model
+from autopar.trace.call.call_signature import Arguments
 from autopar.trace.export import Traced, trace
-from autopar.trace.numbers import NotFreeError, Numbers, as_before, freed, is_number
+from autopar.trace.forward.autocast import Autocast
+from autopar.trace.reads.attribute_reads import recording
+from autopar.trace.reads.numbers import NotFreeError, Numbers, as_before, freed, is_number
 from autopar.trace.target import Target
 
 MOST = 6  # changes that are made of what is read, and of what isn't

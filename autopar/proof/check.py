@@ -23,8 +23,8 @@ from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
 from autopar.core.outputs import Outputs
 from autopar.errors import InputError
-from autopar.planning.micro_batch_graphs import Said, parts_of
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
+from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
 from autopar.planning.search import search
 from autopar.proof.changes import Changes, trace_whole, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
@@ -54,20 +54,20 @@ from autopar.proof.verify import (
     train_eagerly,
     verify_simulated,
 )
-from autopar.results.plan import Plan
-from autopar.results.text import html_of
+from autopar.results.files.text import html_of
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.compiled.compiler import check_compiler
-from autopar.runtime.module import serial_model
-from autopar.runtime.module.guards import Guard
+from autopar.runtime.programs.guards import Guard
+from autopar.runtime.tree import serial_model
 from autopar.sharding.strategies import dims_of
-from autopar.trace.attribute_reads import recording
-from autopar.trace.call_signature import Arguments, flatten_arguments
+from autopar.trace.call.call_signature import Arguments, flatten_arguments
+from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
+from autopar.trace.reads.attribute_reads import recording
 from autopar.trace.target import Target
-from autopar.trace.user_source import user_line
 from costdb.database import Database
 
 CASTS = 8  # that are named of those that were raised

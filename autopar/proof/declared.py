@@ -21,7 +21,7 @@ from autopar.proof.precision import float64_by_default
 from autopar.sharding.atoms import Dims
 from autopar.sharding.declared import Declared, target_of
 from autopar.sharding.rule import RULES, Instance, Sample, rule_of
-from autopar.trace.user_source import first_line
+from autopar.trace.call.user_source import first_line
 
 TOLERANCE = 1e-9  # relative to the largest value where that exceeds 1
 MESHES = (Mesh((2,)), Mesh((3,)), Mesh((2, 2)))

@@ -27,13 +27,13 @@ from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import copy_model
 from autopar.proof.sum_order import OtherOrder
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.sharding.strategies import dims_of
-from autopar.trace.autocast import Autocast, KernelLog
-from autopar.trace.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
+from autopar.trace.call.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
 from autopar.trace.export import Traced
+from autopar.trace.forms.simplify import with_masks_by_dims
+from autopar.trace.forward.autocast import Autocast, KernelLog
 from autopar.trace.micro_batches import MicroBatch, split_batch
-from autopar.trace.simplify import with_masks_by_dims
 from autopar.trace.target import Target
 
 RERUNS = 6  # of serial training

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
 from autopar.errors import InputError
-from autopar.trace.simplify import with_masks_by_dims
-from autopar.trace.user_source import is_library, shown_line
+from autopar.trace.call.user_source import is_library, shown_line
+from autopar.trace.forms.simplify import with_masks_by_dims
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 LOW_COMPLEX = (torch.complex64, torch.complex32)

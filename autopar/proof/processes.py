@@ -20,19 +20,19 @@ from autopar.compiler import Compiler
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, InputKind
 from autopar.errors import CheckError
-from autopar.planning.micro_batch_graphs import Said, parts_of
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
+from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verdict import KINDS, Record, Tensors, difference, floor_of
 from autopar.proof.verify import MOMENTUM, RATE, backward, note_outputs, seed
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
+from autopar.trace.call.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
+from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target, load_target
 
 Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and which tensor on which rank

@@ -21,7 +21,7 @@ from autopar.proof.precision import (
     copy_model,
     widest,
 )
-from autopar.trace.structure import parts_of
+from autopar.trace.values.structure import parts_of
 
 TOLERANCE = 1e-9
 

@@ -34,17 +34,17 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
-from autopar.trace.call_signature import (
+from autopar.trace.call.call_signature import (
     Arguments,
     LossFunction,
     find_loss,
     flatten_results,
     split_for_loss,
 )
+from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
-from autopar.trace.module_state import Made
-from autopar.trace.user_source import user_line
+from autopar.trace.state.module_state import Made
 
 RATE, MOMENTUM = 0.01, 0.9
 Call = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]  # the model's, the loss's

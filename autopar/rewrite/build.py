@@ -14,7 +14,7 @@ from autopar.core.part import whole as whole_part
 from autopar.core.pipeline import stages_of_uses
 from autopar.core.placement import replicated
 from autopar.core.program import Program
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
 from autopar.rewrite.hoist import hoist
 from autopar.rewrite.late_gradients import make_late
@@ -24,7 +24,7 @@ from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.runtime.collectives.placement_moves import DTYPES
-from autopar.runtime.execute.executable import Executable, InputPart, OutputPart, StagedExecutable
+from autopar.runtime.executable import Executable, InputPart, OutputPart, StagedExecutable
 from autopar.runtime.parameters.parameters import sharding_key
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of

@@ -29,7 +29,7 @@ from torch import fx
 from autopar.core.mesh import parse_key
 from autopar.core.precision import Precision
 from autopar.runtime.collectives.placement_moves import SUMMED
-from autopar.runtime.execute.executable import Gather
+from autopar.runtime.executable import Gather
 
 LOW = {SUMMED[each]: each for each in Precision if each is not Precision.FP32}
 

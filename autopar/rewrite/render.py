@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar.core.placement import show
-from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
+from autopar.runtime.executable import Executable, InputPart, StagedExecutable
 from autopar.runtime.saved.recompute import Recomputed
 
 WIDTH = 100  # columns, after which a call's arguments are wrapped

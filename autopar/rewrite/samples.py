@@ -17,8 +17,8 @@ from autopar.core.part import Part
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
 from autopar.sharding.atoms import Atom, Dims
-from autopar.trace.edge_operators import PICK, PLACE
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 
 
 def find_samples(graph: Graph, layouts: Mapping[str, Layout], dims: Dims) -> Samples | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from autopar.core.graph import Graph, InputKind
 from autopar.core.program import Program
 from autopar.errors import InputError
-from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
+from autopar.runtime.executable import Executable, InputPart, StagedExecutable
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of, is_legal, options_of
 

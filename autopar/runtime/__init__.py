@@ -9,4 +9,10 @@ saved         what autograd saves for backward, or does not
 collectives   moves between placements, and operators that communicate
 sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`
+executable    a program as it was rewritten, as data
+tree          the user's tree of modules: how it lies while it is trained, and what of it can't be
+programs      the programs of calls: when each is made, kept, and may run
+optimizers    optimizers as they are shipped, on parameters in shards
+checkpoints   state dicts of optimizers and ranks, whole and in parts
+dtensors      DTensors where torch's fall short: beside plain tensors, as numbers, assigned
 """

@@ -17,7 +17,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
 from autopar.core.structure import Structure
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.core.operator_facts import declare
 from autopar.core.work import Flops, SizedCall
 from autopar.sharding.sparse_blocks import block_of
-from autopar.trace.sparse_products import NAMESPACE
+from autopar.trace.forms.sparse_products import NAMESPACE
 
 # Said once by every process that multiplies; what is used of it here is proved by tests.
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")

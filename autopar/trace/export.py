@@ -25,10 +25,9 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.core.uncollected import uncollected
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
-from autopar.trace.asked_inputs import AskedInputs, Sources
-from autopar.trace.attribute_reads import Reads, current
-from autopar.trace.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
-from autopar.trace.call_signature import (
+from autopar.trace.backwards.custom_backwards import caught
+from autopar.trace.backwards.taken_gradients import TakenGradients, followed
+from autopar.trace.call.call_signature import (
     LOSS_ALONE,
     Arguments,
     LossFunction,
@@ -42,19 +41,24 @@ from autopar.trace.call_signature import (
     refuse_sparse,
     split_for_loss,
 )
-from autopar.trace.checkpoint_regions import inlined, written_again
-from autopar.trace.constant_folding import folded
-from autopar.trace.custom_backwards import caught
-from autopar.trace.devices import beside, devices_of, on_one_device
-from autopar.trace.eager_answers import NOTE, Answers, heard, modules_themselves
-from autopar.trace.foreign_random import without_draws
-from autopar.trace.graph_builder import GraphBuilder
-from autopar.trace.grouped_heads import with_grouped_heads
-from autopar.trace.inference_mode import counting_writes, outside_inference_mode
-from autopar.trace.input_values import InputValues
-from autopar.trace.known_masks import with_known_masks
-from autopar.trace.left_outside import Outside
-from autopar.trace.module_state import (
+from autopar.trace.call.user_source import all_of_forward
+from autopar.trace.forms.simplify import only_loss, without_dead_code
+from autopar.trace.forward.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
+from autopar.trace.forward.checkpoint_regions import inlined, written_again
+from autopar.trace.forward.devices import beside, devices_of, on_one_device
+from autopar.trace.forward.foreign_random import without_draws
+from autopar.trace.forward.inference_mode import counting_writes, outside_inference_mode
+from autopar.trace.forward.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.forward.torch_checks import traceable
+from autopar.trace.reads.attribute_reads import Reads, current
+from autopar.trace.reads.numbers import Number, require_none
+from autopar.trace.rewrites.constant_folding import folded
+from autopar.trace.rewrites.grouped_heads import with_grouped_heads
+from autopar.trace.rewrites.known_masks import with_known_masks
+from autopar.trace.rewrites.routed_products import with_routed_products
+from autopar.trace.state.eager_answers import NOTE, Answers, heard, modules_themselves
+from autopar.trace.state.left_outside import Outside
+from autopar.trace.state.module_state import (
     Attributes,
     Made,
     attributes_of,
@@ -63,12 +67,10 @@ from autopar.trace.module_state import (
     left_in,
     write_back,
 )
-from autopar.trace.numbers import Number, require_none
-from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
-from autopar.trace.routed_products import with_routed_products
-from autopar.trace.shared_memory import ByName, Known, OthersLearn, held_by_name, stale
-from autopar.trace.simplify import only_loss, without_dead_code
-from autopar.trace.structure import (
+from autopar.trace.state.shared_memory import ByName, Known, OthersLearn, held_by_name, stale
+from autopar.trace.values.asked_inputs import AskedInputs, Sources
+from autopar.trace.values.input_values import InputValues
+from autopar.trace.values.structure import (
     Evaluating,
     OwnNames,
     asked_of,
@@ -81,9 +83,7 @@ from autopar.trace.structure import (
     said_structure,
     sparse_structure,
 )
-from autopar.trace.taken_gradients import TakenGradients, followed
-from autopar.trace.torch_checks import traceable
-from autopar.trace.user_source import all_of_forward
+from autopar.trace.write.graph_builder import GraphBuilder
 
 
 @dataclass(frozen=True, slots=True)

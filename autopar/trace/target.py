@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.user_text import is_file
 from autopar.errors import InputError, show_value
-from autopar.trace.call_signature import LossFunction, split_inputs
-from autopar.trace.user_source import user_line
+from autopar.trace.call.call_signature import LossFunction, split_inputs
+from autopar.trace.call.user_source import user_line
 
 SEED = 0
 _FEW = 4  # functions that a message names

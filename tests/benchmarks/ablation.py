@@ -35,11 +35,11 @@ from autopar.core.placement import Layout
 from autopar.core.schedule import ScheduleKind
 from autopar.core.strategy import Strategy
 from autopar.errors import InfeasibleError
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
-from autopar.solve.placement.space import Space
+from autopar.solve.choices.space import Space
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
 from examples.characters import gpt

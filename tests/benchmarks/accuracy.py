@@ -20,7 +20,7 @@ import typer
 
 import autopar
 from autopar.cluster import ClusterSpec
-from autopar.results.comparison import Comparison
+from autopar.results.comparison.comparison import Comparison
 from tests.benchmarks import small_nets
 
 PROCESSES = 2

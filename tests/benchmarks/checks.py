@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.launch.launch import run_function
-from autopar.trace.call_signature import find_loss, flatten_arguments
+from autopar.trace.call.call_signature import find_loss, flatten_arguments
 from autopar.trace.target import load_target
 
 CALLS, STEPS, PROCESSES = 1000, 10, 2

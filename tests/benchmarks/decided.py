@@ -18,9 +18,9 @@ from autopar.core.costs import OptimizerState
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
 from autopar.trace.target import Target, load_target
 from costdb.database import Database

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import gpu_kind
 from autopar.runtime.launch import worker
-from autopar.trace.call_signature import find_loss
+from autopar.trace.call.call_signature import find_loss
 from costdb.timing import synchronize
 
 Inputs = dict[str, Tensor] | tuple[Tensor, ...]

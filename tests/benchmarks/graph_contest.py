@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec
 from autopar.errors import CheckError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
 from autopar.runtime.sparse_kernel import SPMM
 from autopar.sharding.sparse_blocks import block_of

@@ -28,10 +28,10 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import Contest, ContestJob
 from autopar.comparing.measured_peak import peak_bytes
-from autopar.planning.options import Options
-from autopar.planning.request import Request, request_of
-from autopar.results.comparison import Row
-from autopar.results.plan import Plan
+from autopar.planning.asked.options import Options
+from autopar.planning.asked.request import Request, request_of
+from autopar.results.comparison.comparison import Row
+from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target
 from tests.pool import Pool
 

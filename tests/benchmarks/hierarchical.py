@@ -23,9 +23,9 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.planning.search import MEASURING_ROUNDS, Decision, FoundPlan, decide, finish
 from costdb.database import Database
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.errors import CheckError, InfeasibleError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
 from examples import characters
 from tests.benchmarks.contest import Contestant, Timed, compete

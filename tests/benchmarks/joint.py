@@ -33,8 +33,8 @@ from rich.table import Table
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.planning.asked.request import Request
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch.launch import run_function
 from autopar.trace.target import load_target
 from autopar.units import show_bytes, show_seconds

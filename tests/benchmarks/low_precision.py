@@ -26,7 +26,7 @@ from autopar.core.force import Parallelism
 from autopar.core.outputs import Outputs
 from autopar.core.precision import Precision
 from autopar.core.schedule import ScheduleKind
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import search
 from autopar.proof.low_precision import (
     Graphs,

@@ -28,11 +28,11 @@ from autopar.comparing.measured import Contest, ContestJob
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.placement import Layout, R, Shard
-from autopar.planning.options import Options
+from autopar.planning.asked.options import Options
+from autopar.planning.asked.request import Request, request_of
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request, request_of
-from autopar.results.comparison import Row
-from autopar.results.plan import Plan
+from autopar.results.comparison.comparison import Row
+from autopar.results.plan.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.target import load_target

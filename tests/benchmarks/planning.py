@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.errors import CheckError, InfeasibleError
+from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build_stages
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
@@ -40,8 +40,8 @@ from tests.planning.weight_bytes import weight_bytes
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.planning.planner.trace",),
     "price": ("autopar.planning.mesh_search.build_space",),
-    "write": ("autopar.solve.placement.problem.Problem.__init__",),
-    "solve": ("autopar.solve.placement.search.solve", "autopar.solve.placement.symmetry.solve"),
+    "write": ("autopar.solve.program.problem.Problem.__init__",),
+    "solve": ("autopar.solve.assignment.search.solve", "autopar.solve.assignment.symmetry.solve"),
     "cut": ("autopar.planning.mesh_search.staged",),
 }
 REST = "rest"

@@ -23,7 +23,7 @@ import autopar
 from autopar.cluster import Link
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.errors import CheckError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
 from autopar.runtime.parameters.gradient_buckets import Sums
 from examples import characters

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.trace.custom_backward_models import Flip
+from tests.trace.backwards.custom_backward_models import Flip
 
 
 class Wrap(Protocol):

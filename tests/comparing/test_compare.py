@@ -20,11 +20,11 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.comparing.measured import heats
 from autopar.comparing.strategies import ORDER
 from autopar.errors import InfeasibleError, InputError
-from autopar.planning.options import DEFAULT_GAP
-from autopar.results.comparison import Comparison, Row
-from autopar.results.plan import Plan
+from autopar.planning.asked.options import DEFAULT_GAP
+from autopar.results.comparison.comparison import Comparison, Row
+from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target, load_target
-from tests.results.test_comparison import a_row
+from tests.results.comparison.test_comparison import a_row
 
 TARGETS = Path(__file__).parents[1] / "targets.py"
 NET, MLP = f"{TARGETS}:net", f"{TARGETS}:mlp"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.comparing.measured import _serial_step
-from autopar.trace.autocast import Autocast
+from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.comparing.measured_peak import StorageTracker, peak_bytes
-from autopar.trace.structure import parts_of
+from autopar.trace.values.structure import parts_of
 from tests.pool import Pool
 
 N = 4000  # bytes of a vector

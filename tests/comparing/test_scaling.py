@@ -14,10 +14,10 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.comparing.device_ranges import clusters_of, is_range
 from autopar.comparing.scaling import scale
 from autopar.errors import InfeasibleError, InputError
-from autopar.results.plan import Plan
-from autopar.results.render_scaling import render_scaling
-from autopar.results.scaling import Scaled, Scaling
-from autopar.results.text import as_text
+from autopar.results.comparison.render_scaling import render_scaling
+from autopar.results.comparison.scaling import Scaled, Scaling
+from autopar.results.files.text import as_text
+from autopar.results.plan.plan import Plan
 
 FAST, SLOW = Link(1e-6, 450e9), Link(5e-6, 50e9)
 FILE = """

@@ -13,7 +13,7 @@ from autopar.cluster import ClusterSpec
 from autopar.comparing.strategies import Comparer
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.errors import InputError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.trace.target import Target
 from costdb.database import Database
 

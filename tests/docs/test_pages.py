@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from autopar.cli.commands import app
 from autopar.convert.moves import MoveAction, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
-from autopar.results.render_step import LEAST, MOST
+from autopar.planning.asked.options import OPTIONS, PARALLELIZE, PLAN, Options
+from autopar.results.plan.render_step import LEAST, MOST
 from tests.docs.blocks import BLOCK, PAGES, ROOT, blocks_of, files_of, inline, text_of
 from tests.test_architecture import FLOORS
 

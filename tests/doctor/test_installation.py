@@ -13,8 +13,8 @@ from autopar.cli import main
 from autopar.core.torch_version import RANGE
 from autopar.doctor import installation as parts
 from autopar.doctor.installation import LIBRARIES, PYTHON, installation
-from autopar.results.examination import Examination, Finding, State, ok, warn, wrong
-from autopar.results.text import text_of
+from autopar.results.explanation.examination import Examination, Finding, State, ok, warn, wrong
+from autopar.results.files.text import text_of
 from costdb import database
 from costdb.database import Database
 from costdb.setting import Setting

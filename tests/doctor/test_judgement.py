@@ -11,7 +11,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.doctor.judgement import of_machines, of_meeting
 from autopar.doctor.meeting import Meeting, TimedLink, pairs_of
 from autopar.doctor.rank_facts import RankFacts
-from autopar.results.examination import Finding, State
+from autopar.results.explanation.examination import Finding, State
 
 SOUND = RankFacts(
     rank=0,

@@ -12,7 +12,7 @@ import pytest
 from autopar.cluster import ClusterSpec
 from autopar.doctor.examine import examine
 from autopar.doctor.meeting import Meeting, meet
-from autopar.results.examination import State
+from autopar.results.explanation.examination import State
 from tests.pool import _context
 
 TWO = ClusterSpec.local(2)

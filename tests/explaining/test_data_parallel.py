@@ -9,9 +9,9 @@ import pytest
 from autopar.cluster import ClusterSpec
 from autopar.explaining.asked import Asked
 from autopar.explaining.data_parallel import compared, said_of
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from tests.explaining.test_explain import target
-from tests.results.test_render_plan import BIG, STAGED
+from tests.results.plan.test_render_plan import BIG, STAGED
 
 NODE = ClusterSpec(devices_per_node=2, device="h100")
 

@@ -16,8 +16,8 @@ import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.errors import InputError
 from autopar.explaining.asked import OVER, Asked
-from autopar.results.explanation import Explanation, Outcome
-from autopar.results.plan import Plan
+from autopar.results.explanation.explanation import Explanation, Outcome
+from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target
 
 NODE = ClusterSpec(devices_per_node=2, device="h100", intra=Link(latency=1e-6, bandwidth=50e9))

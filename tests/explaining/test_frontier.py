@@ -9,8 +9,8 @@ import pytest
 
 from autopar.explaining.asked import Asked
 from autopar.explaining.frontier import SHARES, frontier
-from autopar.results.frontier import Frontier, Point, undominated
-from autopar.results.plan import Plan
+from autopar.results.plan.frontier import Frontier, Point, undominated
+from autopar.results.plan.plan import Plan
 from tests.explaining.test_explain import NODE, WHOLE, plan, target
 
 OPTIONS: dict[str, Any] = WHOLE | {"gap": 1e-3}

@@ -27,22 +27,22 @@ from autopar.comparing.device_ranges import clusters_of, is_range
 from autopar.core.mesh import Mesh
 from autopar.errors import LONGEST, AutoparError
 from autopar.explaining import what_if
-from autopar.planning.option_environment import VARIABLE, settle
-from autopar.planning.options import OPTIONS, PARALLELIZE, Options
-from autopar.planning.request import request_of
-from autopar.results import measured_steps
-from autopar.results.difference import difference
-from autopar.results.draw_timeline import timeline_text, write_trace
-from autopar.results.frontier import Frontier, Point
-from autopar.results.plan import Plan
-from autopar.results.render_difference import render_difference
+from autopar.planning.asked.option_environment import VARIABLE, settle
+from autopar.planning.asked.options import OPTIONS, PARALLELIZE, Options
+from autopar.planning.asked.request import request_of
+from autopar.results.comparison import measured_steps
+from autopar.results.difference.difference import difference
+from autopar.results.difference.render_difference import render_difference
+from autopar.results.plan.draw_timeline import timeline_text, write_trace
+from autopar.results.plan.frontier import Frontier, Point
+from autopar.results.plan.plan import Plan
 from autopar.results.report.page import Beside, write_page
 from autopar.units import parse_bytes, parse_rate, parse_seconds
 from costdb import device_file
 from costdb.database import Database
 from tests.costdb.test_database import DEVICE, HERE, collective, operator
 from tests.fuzz.spoil import ODD_TOML, ODD_WORDS, spoiled_bytes, spoiled_json, spoiled_text
-from tests.results.test_codec import plan_with
+from tests.results.files.test_codec import plan_with
 
 SLOWEST = 20.0  # processor seconds of one input: minutes are a fault, a busy machine is none
 OLD_PLAN = Path(__file__).parents[1] / "results" / "files" / "plan_format_1.json"

@@ -23,9 +23,9 @@ from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
-from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from tests.forced_programs import connect
 
 N, F = 5040, 240  # vertices and features, which the numbers of ranks divide

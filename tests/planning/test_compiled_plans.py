@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.planning.option_environment import VARIABLE, settle_beside_plan
-from autopar.results.plan import Plan
+from autopar.planning.asked.option_environment import VARIABLE, settle_beside_plan
+from autopar.results.plan.plan import Plan
 
 # On such links a sum of the norm's gradients takes 0.16 ms. Half of the chain's operators take 0.5 ms if they
 # run one by one, and 0.05 ms if they are fused.

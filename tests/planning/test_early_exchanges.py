@@ -14,8 +14,8 @@ from autopar.core.mesh import Mesh
 from autopar.cost.machine.devices import OVERLAP
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import AutoparError
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
 

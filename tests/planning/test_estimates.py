@@ -20,7 +20,7 @@ from autopar.planning.estimates import OTHERWISE, Screened, bottleneck, choice_o
 from autopar.planning.screening import Screen
 from autopar.planning.search import decide
 from autopar.trace.export import trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 from tests.planning.test_pipeline_search import BATCH, CLUSTER, OPEN, graph_of
 
 EVEN = Screened(

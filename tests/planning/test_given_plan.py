@@ -17,10 +17,10 @@ from autopar.compiler import Compiler
 from autopar.core.placement import R
 from autopar.core.strategy import Option
 from autopar.errors import InputError
+from autopar.planning.asked.option_environment import VARIABLE as OPTIONS
+from autopar.planning.asked.option_environment import read, write
 from autopar.planning.given_plan import VARIABLE, plan_to_run, read_plan
-from autopar.planning.option_environment import VARIABLE as OPTIONS
-from autopar.planning.option_environment import read, write
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]

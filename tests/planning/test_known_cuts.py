@@ -11,10 +11,10 @@ from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError
 from autopar.planning import mesh_search
+from autopar.planning.asked.request import Request
 from autopar.planning.known_cuts import KnownCuts
-from autopar.planning.request import Request
 from autopar.planning.search import decide
-from autopar.solve.placement.solution import CutoffError, Solution
+from autopar.solve.program.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from tests.planning.test_pipeline_search import CLUSTER, graph_of
 

@@ -25,8 +25,8 @@ from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import AutoparError, SolverError
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled

@@ -21,14 +21,14 @@ from autopar.core.precision import Precision
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError
-from autopar.planning.options import PLAN, Options
-from autopar.planning.request import request_of
-from autopar.results.plan import Plan
+from autopar.planning.asked.options import PLAN, Options
+from autopar.planning.asked.request import request_of
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.autocast import Autocast
 from autopar.trace.export import trace
+from autopar.trace.forward.autocast import Autocast
 
 FAST = Link(latency=5e-6, bandwidth=450e9)
 GPUS = ClusterSpec(nodes=1, devices_per_node=2, device="h100", memory="80GB", intra=FAST, inter=FAST)

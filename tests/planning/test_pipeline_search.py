@@ -22,17 +22,17 @@ from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.apart import Apart, error_of, unlike
+from autopar.planning.asked.request import Request
 from autopar.planning.estimates import Choice
 from autopar.planning.pipeline_search import _few, decide_all
-from autopar.planning.request import Request
 from autopar.planning.screening import ROUGH, Placed, Screen
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
-from autopar.results.plan import Alternative
-from autopar.solve.placement.solution import CutoffError, Solution, check_cutoff
+from autopar.results.plan.plan import Alternative
+from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.stages import step
 from autopar.solve.stages.step import Step
 from autopar.trace.export import trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 from examples.characters import gpt
 
 BATCH = 16

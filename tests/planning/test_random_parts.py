@@ -17,11 +17,11 @@ from autopar.cost.machine.devices import OVERLAP, device_model
 from autopar.cost.machine.model import CostModel
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
-from autopar.solve.placement.solution import Solution
+from autopar.results.plan.plan import Plan
+from autopar.solve.program.solution import Solution
 from autopar.solve.stages.step import Step, unstaged
 from tests.proof.models import draw_model
 from tests.proof.plans import draw_program

@@ -9,8 +9,8 @@ import pytest
 
 from autopar.core.timeline import StageCost
 from autopar.cost.program.step import StepCost
+from autopar.planning.asked.request import Request
 from autopar.planning.report import _bubble, _communication
-from autopar.planning.request import Request
 from autopar.solve.stages.step import Step
 
 COST = StepCost(forward=4.0, backward=9.0, sync=5.0, update=1.0)

@@ -17,16 +17,16 @@ from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
 from autopar.planning.apart import IN_VAIN
-from autopar.planning.ask import Limits
+from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
 from autopar.planning.search import LITTLE, _best, search, unlike
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.solution import CutoffError, check_cutoff
+from autopar.solve.choices.fold import fold
+from autopar.solve.program.solution import CutoffError, check_cutoff
 from autopar.trace.export import Traced, trace
 from examples.characters import gpt
 from tests.planning.weight_bytes import weight_bytes

@@ -13,11 +13,11 @@ from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import Beside, Event, StageCost, Timeline
 from autopar.planning.apart import IN_VAIN
 from autopar.planning.step_parts import joined, length, staged_parts, without
-from autopar.results.plan import Plan
-from autopar.results.step_parts import StepParts
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.step_parts import StepParts
 from autopar.schedules.orders import build_schedule
 from autopar.schedules.simulate import simulate
-from tests.results.test_codec import Net, X
+from tests.results.files.test_codec import Net, X
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 

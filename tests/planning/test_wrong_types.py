@@ -13,8 +13,8 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
-from autopar.planning.options import PLAN, Options
-from autopar.planning.request import request_of
+from autopar.planning.asked.options import PLAN, Options
+from autopar.planning.asked.request import request_of
 
 TWO = ClusterSpec.local(2)
 WRONG: list[tuple[str, Any]] = [

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.core.graph import InputKind
-from autopar.runtime.execute.executable import Executable
+from autopar.runtime.executable import Executable
 
 
 def weight_bytes(programs: Sequence[Executable]) -> int:

@@ -26,7 +26,7 @@ from autopar.core.graph import (
     map_refs,
     memory_order,
 )
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 
 aten = torch.ops.aten
 LARGEST = 600  # elements of a tensor

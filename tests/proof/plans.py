@@ -31,7 +31,7 @@ from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
-from autopar.solve.placement.kinds import Kinds
+from autopar.solve.choices.kinds import Kinds
 from tests.forced_programs import connect, whole
 from tests.proof.models import ROUNDING, Model, serial
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import Report, check
 from autopar.proof.verdict import Record
 from autopar.proof.verify import train_eagerly

@@ -17,7 +17,7 @@ from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof import check as check_module
 from autopar.proof import operators, precision, processes
 from autopar.proof import verdict as verdict_module

@@ -13,8 +13,8 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import Shard
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from autopar.trace.target import Target
 
 SIZES = (5, 7, 4, 9, 6, 8)  # vertices of each graph

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
-from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from tests.trace.graph_nets import (
     HIDDEN,
     VERTICES,

@@ -17,14 +17,14 @@ from autopar.core.force import Parallelism
 from autopar.core.graph import Graph, Ref, map_refs
 from autopar.core.precision import Precision
 from autopar.core.schedule import ScheduleKind
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import check
 from autopar.proof.low_precision import REORDERED, ROUNDED, LowPrecision, compare_low_precision
 from autopar.proof.simulated import MEANINGS
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.saved.regather import REGATHER
-from autopar.trace.autocast import Autocast
 from autopar.trace.export import Traced, trace
+from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target
 
 aten = torch.ops.aten

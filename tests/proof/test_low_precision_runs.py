@@ -17,13 +17,13 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import movable
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InputError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import search
 from autopar.proof import check as check_module
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
 from autopar.proof.processes import TrainingJob, train_on_processes, train_rank
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite import build as build_module
 from autopar.rewrite.overlap import overlap
 from autopar.sharding.atoms import Dims

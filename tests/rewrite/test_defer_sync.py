@@ -7,7 +7,7 @@ from torch import fx
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators)
 from autopar.rewrite.defer_sync import Deferred, defer
-from autopar.runtime.execute.executable import Gather
+from autopar.runtime.executable import Gather
 
 r_to_b = torch.ops.autopar.r_to_b.default
 s_to_b, s_to_r = torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default

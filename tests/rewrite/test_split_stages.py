@@ -22,7 +22,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 from tests.forced_programs import force_each, force_kinds, option, traced
 from tests.proof.pipelines import relayed
 

@@ -28,11 +28,11 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import movable
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.planning.asked.request import Request
+from autopar.results.plan.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.call_signature import LossFunction
+from autopar.trace.call.call_signature import LossFunction
 from autopar.trace.export import Traced
 from tests.forced_programs import Wanted, force_kinds
 

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 
 from autopar.core.schedule import ActionKind
 from autopar.core.timeline import Beside, Moment, Phase, Timeline
-from autopar.results.draw_timeline import perfetto, timeline_text
+from autopar.results.plan.draw_timeline import perfetto, timeline_text
 from autopar.schedules.one_stage import one_stage
 
 MOMENTS = (

@@ -13,7 +13,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Operator, Ref, TensorSpec
 from autopar.core.strategy import UNSUMMED
 from autopar.errors import CheckError, InputError, RuleError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import check
 from autopar.sharding.declared import Declared, register
 from autopar.sharding.rule import GATHER, RULES, Instance

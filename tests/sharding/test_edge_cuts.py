@@ -10,7 +10,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, Shard
 from autopar.sharding.atoms import FULLEST, Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.edge_operators import PLACE
+from autopar.trace.rewrites.edge_operators import PLACE
 
 S = Shard(0)
 

@@ -16,7 +16,7 @@ from autopar.sharding.sample_dims import find_batch, samples_elsewhere
 from autopar.sharding.sample_independence import Role, SampleFlow
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 
 SAMPLES = 6
 

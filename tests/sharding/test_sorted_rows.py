@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.core.mesh import Mesh
-from autopar.planning.micro_batch_graphs import parts_of
+from autopar.planning.graphs.micro_batch_graphs import parts_of
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_dims import find_batch
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 
 SAMPLES, ROWS, EXPERTS, CHOSEN, WIDTH = 6, 5, 4, 2, 8
 

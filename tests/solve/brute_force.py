@@ -31,8 +31,8 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.space import Space, build_space
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.space import Space, build_space
 from tests.proof.models import Script
 
 aten = torch.ops.aten

@@ -19,14 +19,14 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
+from autopar.solve.assignment import search
+from autopar.solve.assignment.least_memory import least
+from autopar.solve.assignment.search import _PlacementSearch, choose
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.space import Space, build_space
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement import search
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.least_memory import least
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import _PlacementSearch, choose
-from autopar.solve.placement.solution import Solution
-from autopar.solve.placement.space import Space, build_space
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import Solution
 from tests.proof.models import Script
 from tests.solve.brute_force import (
     GRAPHS,

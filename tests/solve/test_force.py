@@ -14,10 +14,10 @@ from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism, name_of
 from autopar.errors import InfeasibleError, InputError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target, load_target
 
-TARGETS = Path(__file__).parents[2] / "targets.py"
+TARGETS = Path(__file__).parents[1] / "targets.py"
 FOUR = ClusterSpec.local(4)
 BATCH, FILTER = Parallelism.BATCH, Parallelism.FILTER
 

@@ -17,7 +17,7 @@ from autopar.errors import SolverError
 from autopar.solve import highs
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram, SolverAnswer
-from autopar.solve.placement.chosen import of_chosen
+from autopar.solve.program.chosen import of_chosen
 
 ROOT = Path(__file__).parents[2]
 COUNT = 25  # more than have one digit

@@ -26,7 +26,7 @@ from autopar.cost.machine.devices import calibrate, described, device_model
 from autopar.cost.machine.measuring import Budget, CoRunners, Measuring, Progress
 from autopar.cost.machine.neighbours import Neighbours, Ratio, ratio
 from autopar.cost.machine.threads import using_threads
-from autopar.trace.custom_operator import CUSTOM
+from autopar.trace.backwards.custom_operator import CUSTOM
 from costdb import device_file
 from costdb.database import Database
 from costdb.measurement import Measurement

@@ -32,7 +32,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.sharding.rule import GATHER, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
-from autopar.trace.custom_operator import CUSTOM, call_at
+from autopar.trace.backwards.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
 from costdb.operands import specs as operands_of
 

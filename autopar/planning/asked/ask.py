@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.core.force import Force
 from autopar.core.recompute import Recompute
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.stages.step import Step
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.core.user_text import parse_json
 from autopar.errors import SHOWN, InputError, cut_text, show_value
-from autopar.planning.options import HOW_IT_RUNS, OPTIONS, PARALLELIZE, PLAN, Options, without_none
+from autopar.planning.asked.options import HOW_IT_RUNS, OPTIONS, PARALLELIZE, PLAN, Options, without_none
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
 _PLAN = "plan"  # beside the options: the file of a saved plan

@@ -18,7 +18,7 @@ from autopar.errors import InputError, show_value
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
-    from autopar.planning.optimizer_state import OptimizerLike
+    from autopar.planning.asked.optimizer_state import OptimizerLike
 
 AUTO = "auto"
 MOST = 1_000_000  # pipeline ranks or micro-batches

@@ -5,7 +5,7 @@
     AUTOPAR_OPTIONS='{"stages": 2}'        where a script that calls parallelize says nothing
 
 None says nothing. What nobody says is the door's own default, or else the table's. Nothing here needs torch
-or a solver, so that wrong words are told at once; planning/request.py makes a Request of what is right.
+or a solver, so that wrong words are told at once; planning/asked/request.py makes a Request of what is right.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError, show_value
-from autopar.planning.option_values import (
+from autopar.planning.asked.option_values import (
     AUTO,
     as_said,
     read_batch_dims,
@@ -44,7 +44,7 @@ from autopar.planning.option_values import (
 )
 
 if TYPE_CHECKING:
-    from autopar.planning.optimizer_state import OptimizerLike
+    from autopar.planning.asked.optimizer_state import OptimizerLike
 
 DEFAULT_GAP = 1e-3  # relative
 MEASURE_SECONDS = 60.0

@@ -24,11 +24,11 @@ from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, show_value
-from autopar.planning.optimizer_state import state_of
-from autopar.planning.option_values import PIPELINE
-from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, Options
-from autopar.results.plan import Plan
-from autopar.trace.autocast import Autocast
+from autopar.planning.asked.optimizer_state import state_of
+from autopar.planning.asked.option_values import PIPELINE
+from autopar.planning.asked.options import DEFAULT_GAP, MEASURE_SECONDS, Options
+from autopar.results.plan.plan import Plan
+from autopar.trace.forward.autocast import Autocast
 
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 _FEW = 4  # meshes that a message names

@@ -27,12 +27,12 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.fused_groups import find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.planning.asked.request import Request
+from autopar.results.plan.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.stages.step import step_weight
-from autopar.trace.numbers import as_before
+from autopar.trace.reads.numbers import as_before
 
 RESIZED = (
     "calls of other sizes keep these placements, without a search: seconds and bytes are those of the sizes "

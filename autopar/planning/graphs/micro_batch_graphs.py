@@ -30,11 +30,11 @@ from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_dims import find_batch, said_batch
 from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
 from autopar.sharding.strategies import dims_of
-from autopar.trace.call_forms import arguments_of
-from autopar.trace.call_signature import Arguments, flatten_arguments
+from autopar.trace.call.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
+from autopar.trace.forms.call_forms import arguments_of
+from autopar.trace.forms.simplify import is_identity, only_loss, without_dead_code
 from autopar.trace.micro_batches import split_batch
-from autopar.trace.simplify import is_identity, only_loss, without_dead_code
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.results.plan import Plan
-from autopar.results.text import html_of, text_of
+from autopar.results.files.text import html_of, text_of
+from autopar.results.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

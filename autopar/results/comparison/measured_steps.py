@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.core.user_text import parse_json, read_text
 from autopar.errors import SHOWN, InputError, cut_text, show_value
-from autopar.results.comparison import Comparison
+from autopar.results.comparison.comparison import Comparison
 
 MOST = 1e30  # of seconds and bytes
 FIGURES = ("step_seconds", "measured_step_seconds", "peak_bytes", "measured_peak_bytes")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.comparison import Comparison, Row
-from autopar.results.plan import Plan
-from autopar.results.render_step import parts_of
-from autopar.results.text import as_text, text_of
+from autopar.results.comparison.comparison import Comparison, Row
+from autopar.results.files.text import as_text, text_of
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.render_step import parts_of
 from autopar.units import show_bytes, show_seconds
 
 ABSENT = "-"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.plan import Plan
-from autopar.results.plan_words import gap_of
-from autopar.results.scaling import Scaled, Scaling
+from autopar.results.comparison.scaling import Scaled, Scaling
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.plan_words import gap_of
 from autopar.units import show_bytes, show_seconds
 
 ABSENT = "-"

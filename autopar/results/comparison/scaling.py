@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 
 WORTH = 0.5  # of a device's work: what makes less of it is hardly worth its price
 

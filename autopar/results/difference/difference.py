@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.core.fingerprint import Difference as FirstDifference
-from autopar.results.plan import Layer, Plan
-from autopar.results.plan_words import splits_of
-from autopar.results.step_parts import StepParts
-from autopar.results.text import html_of, text_of
+from autopar.results.files.text import html_of, text_of
+from autopar.results.plan.plan import Layer, Plan
+from autopar.results.plan.plan_words import splits_of
+from autopar.results.plan.step_parts import StepParts
 from autopar.units import show_bytes
 
 SIZES = re.compile(r"\[([\d,]*)\]")

@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.errors import cut_text
-from autopar.results.difference import Difference, LayerChanged
-from autopar.results.fold_blocks import Block, Row, fold_rows
-from autopar.results.plan_words import gap_of, operator_name
-from autopar.results.render_plan import LIGHT
-from autopar.results.render_step import signed, told_parts
-from autopar.results.text import as_text, text_of
-from autopar.results.wrapped_names import WrappedName
+from autopar.results.difference.difference import Difference, LayerChanged
+from autopar.results.files.text import as_text, text_of
+from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.plan_words import gap_of, operator_name
+from autopar.results.plan.render_plan import LIGHT
+from autopar.results.plan.render_step import signed, told_parts
+from autopar.results.progress.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 WIDEST = 200  # characters of a setting that are printed

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.results.plan import Layer, Plan
-from autopar.results.step_parts import StepParts
-from autopar.results.text import html_of, text_of
+from autopar.results.files.text import html_of, text_of
+from autopar.results.plan.plan import Layer, Plan
+from autopar.results.plan.step_parts import StepParts
 
 SAME = 1e-3  # of a step: less can't be told from nothing
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.examination import Examination, State
-from autopar.results.text import as_text, text_of
+from autopar.results.explanation.examination import Examination, State
+from autopar.results.files.text import as_text, text_of
 
 STYLES = {State.OK: "green", State.WARN: "yellow", State.WRONG: "bold red"}
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.explanation import SAME, Change, Choice, Explanation, LayerChoices, Outcome
-from autopar.results.plan_words import UNKNOWN, gap_of, legend, operator_name, split_of
-from autopar.results.render_plan import SAVED, legend_table
-from autopar.results.render_step import signed
-from autopar.results.text import as_text, text_of
+from autopar.results.explanation.explanation import SAME, Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.files.text import as_text, text_of
+from autopar.results.plan.plan_words import UNKNOWN, gap_of, legend, operator_name, split_of
+from autopar.results.plan.render_plan import SAVED, legend_table
+from autopar.results.plan.render_step import signed
 from autopar.units import show_bytes, show_seconds
 
 

@@ -27,7 +27,7 @@ from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Sha
 from autopar.core.user_text import parse_json, read_text
 from autopar.core.version import VERSION
 from autopar.errors import SHOWN, AutoparError, InputError, cut_text, show_value
-from autopar.results.whole_file import write_whole
+from autopar.results.files.whole_file import write_whole
 
 FORMAT = 2  # of a file: another number gives its fields another meaning
 READ = (FORMAT - 1, FORMAT)  # formats that are read

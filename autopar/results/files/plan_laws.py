@@ -15,7 +15,7 @@ from autopar.core.schedule import check_schedule
 from autopar.errors import InputError, show_value
 
 if TYPE_CHECKING:
-    from autopar.results.plan import Plan
+    from autopar.results.plan.plan import Plan
 
 ROUNDING = -1e-6  # differences of seconds that are 0 in truth may lie a little below
 LARGEST = 1e30  # seconds, bytes or flops, whose sums and units stay finite

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Placement
-from autopar.results.codec import FORMAT, HEAD, READ
+from autopar.results.files.codec import FORMAT, HEAD, READ
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 PLAIN: Mapping[Any, str] = {

@@ -19,7 +19,7 @@ from typing import Any
 from autopar.core.schedule import ActionKind
 from autopar.core.timeline import Beside, Event, EventKind, Timeline
 from autopar.errors import InputError
-from autopar.results.whole_file import write_whole
+from autopar.results.files.whole_file import write_whole
 from autopar.units import show_bytes, show_seconds
 
 WIDTH = 110

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.results.plan import Plan
+    from autopar.results.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

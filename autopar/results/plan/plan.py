@@ -12,11 +12,11 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.core.program import Program
 from autopar.core.timeline import Moment, StageCost
-from autopar.results import codec
-from autopar.results.frontier import Frontier
-from autopar.results.plan_laws import broken_laws
-from autopar.results.step_parts import StepParts
-from autopar.results.text import html_of, text_of
+from autopar.results.files import codec
+from autopar.results.files.plan_laws import broken_laws
+from autopar.results.files.text import html_of, text_of
+from autopar.results.plan.frontier import Frontier
+from autopar.results.plan.step_parts import StepParts
 
 ONE_DEVICE = "one device"  # the name of the strategy that leaves all others idle
 

@@ -11,9 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
-from autopar.results.fold_blocks import Block, Row, fold_rows
-from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
-from autopar.results.plan_words import (
+from autopar.results.files.text import WIDTH, as_text, text_of
+from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
+from autopar.results.plan.plan_words import (
     axis_heading,
     gap_of,
     how_it_ended,
@@ -22,9 +23,8 @@ from autopar.results.plan_words import (
     splits_of,
     what_gap_says,
 )
-from autopar.results.render_step import step_lines, trust_lines
-from autopar.results.text import WIDTH, as_text, text_of
-from autopar.results.wrapped_names import WrappedName
+from autopar.results.plan.render_step import step_lines, trust_lines
+from autopar.results.progress.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line

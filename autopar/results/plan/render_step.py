@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.core.costs import ESTIMATED_ERROR, INTERPOLATED_ERROR, MEASURED_ERROR
-from autopar.results.plan import Plan
-from autopar.results.step_parts import StepParts
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.step_parts import StepParts
 from autopar.units import show_seconds
 
 SHOWN = 5e-4  # of the step: parts below that don't change its three digits

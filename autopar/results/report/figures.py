@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from autopar.errors import cut_text
-from autopar.results.plan import Plan
-from autopar.results.plan_words import how_it_ended, what_gap_says
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.plan_words import how_it_ended, what_gap_says
 from autopar.units import show_bytes, show_seconds
 
 WHOLE = 1000  # units of a bar's length

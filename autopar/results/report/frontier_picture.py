@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.results.frontier import Frontier, Point
-from autopar.results.plan import Plan
+from autopar.results.plan.frontier import Frontier, Point
+from autopar.results.plan.plan import Plan
 from autopar.results.report.figures import Cell, Picture, Plot, Spot, Table, nbytes, seconds, share
 from autopar.units import show_bytes, show_seconds
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.results.measured_steps import MeasuredStep, MeasuredSteps
-from autopar.results.plan import Plan
-from autopar.results.render_plan import TAKEN
+from autopar.results.comparison.measured_steps import MeasuredStep, MeasuredSteps
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.render_plan import TAKEN
 from autopar.results.report.figures import Bar, Cell, Picture, Piece, Table, named, nbytes, scale, seconds
 from autopar.units import show_seconds
 

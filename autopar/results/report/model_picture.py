@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopar.results.fold_blocks import Block, Row, fold_rows
-from autopar.results.plan import Layer, Plan
-from autopar.results.plan_words import KINDS, WHOLE, axis_heading, operator_name, splits_of
-from autopar.results.render_plan import heavy_layers
+from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.plan import Layer, Plan
+from autopar.results.plan.plan_words import KINDS, WHOLE, axis_heading, operator_name, splits_of
+from autopar.results.plan.render_plan import heavy_layers
 from autopar.results.report.figures import Bar, Cell, Picture, Piece, Table, named, nbytes, scale, seconds
 from autopar.units import show_bytes, show_seconds
 

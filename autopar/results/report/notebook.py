@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from autopar.results.plan import Plan
+from autopar.results.files.text import html_of
+from autopar.results.plan.plan import Plan
 from autopar.results.report.figures import Figure, key_figures
-from autopar.results.text import html_of
 
 
 @html_of.register

@@ -13,18 +13,18 @@ import jinja2
 from autopar.core.timeline import Timeline
 from autopar.core.version import VERSION
 from autopar.errors import cut_text
-from autopar.results.frontier import Frontier
-from autopar.results.measured_steps import MeasuredSteps
-from autopar.results.plan import Plan
-from autopar.results.render_plan import advice
-from autopar.results.render_step import trust_lines
+from autopar.results.comparison.measured_steps import MeasuredSteps
+from autopar.results.files.whole_file import write_whole
+from autopar.results.plan.frontier import Frontier
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.render_plan import advice
+from autopar.results.plan.render_step import trust_lines
 from autopar.results.report.figures import LONGEST, key_figures
 from autopar.results.report.frontier_picture import frontier_picture
 from autopar.results.report.measured_picture import measured_picture
 from autopar.results.report.model_picture import axes_table, model_picture
 from autopar.results.report.step_picture import step_picture, strategies_picture
 from autopar.results.report.time_picture import memory_picture, time_picture
-from autopar.results.whole_file import write_whole
 
 NOTES = 40  # that are shown, each of so many characters:
 NOTE = 4 * LONGEST

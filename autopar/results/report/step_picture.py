@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.results.plan import ONE_DEVICE, Alternative, Plan
-from autopar.results.render_plan import TAKEN, reason_of
-from autopar.results.render_step import SHOWN, parts_of
+from autopar.results.plan.plan import ONE_DEVICE, Alternative, Plan
+from autopar.results.plan.render_plan import TAKEN, reason_of
+from autopar.results.plan.render_step import SHOWN, parts_of
+from autopar.results.plan.step_parts import StepParts
 from autopar.results.report.figures import (
     Bar,
     Cell,
@@ -19,7 +20,6 @@ from autopar.results.report.figures import (
     scale,
     seconds,
 )
-from autopar.results.step_parts import StepParts
 
 MEANINGS = {
     "compute": "operators",

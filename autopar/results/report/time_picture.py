@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.core.schedule import ActionKind
 from autopar.core.timeline import Beside, Event, EventKind, HeldBytes, Phase, Timeline
-from autopar.results.plan import Plan, Stage
+from autopar.results.plan.plan import Plan, Stage
 from autopar.results.report.figures import WHOLE, Bar, Cell, Picture, Piece, Table, named, nbytes, seconds
 from autopar.units import show_bytes, show_seconds
 

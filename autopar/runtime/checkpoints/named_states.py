@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 
 from autopar.core.torch_version import RANGE
 from autopar.errors import InputError
+from autopar.runtime.checkpoints.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
+from autopar.runtime.checkpoints.optimizer_values import mapped
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.module.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
-from autopar.runtime.module.optimizer_values import mapped
-from autopar.runtime.module.stored import sharded_state
-from autopar.runtime.module.user_tree import UserTree, placed_trees
+from autopar.runtime.tree.stored import sharded_state
+from autopar.runtime.tree.user_tree import UserTree, placed_trees
 
 _MARK = "_autopar_speaks_by_names"
 _DOORS = (

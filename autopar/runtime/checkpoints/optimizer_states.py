@@ -29,10 +29,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import InputError
+from autopar.runtime.checkpoints.optimizer_values import (
+    Subject,
+    loaded,
+    mapped,
+    part_of_parameter,
+    saved,
+    whole,
+)
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.module.optimizer_values import Subject, loaded, mapped, part_of_parameter, saved, whole
-from autopar.runtime.module.stored import Stored, is_sharded_state
-from autopar.runtime.module.user_tree import Owner, UserTree, placed_trees
+from autopar.runtime.tree.stored import Stored, is_sharded_state
+from autopar.runtime.tree.user_tree import Owner, UserTree, placed_trees
 
 Member = (
     tuple[int, str] | int

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import InputError
-from autopar.runtime.module.factored_moments import to_parts, to_serial
-from autopar.runtime.module.stored import Stored, check_mesh
+from autopar.runtime.optimizers.factored_moments import to_parts, to_serial
 from autopar.runtime.parameters.parameters import distribute, local
+from autopar.runtime.tree.stored import Stored, check_mesh
 
 
 class Subject(NamedTuple):

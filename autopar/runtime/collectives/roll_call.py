@@ -43,7 +43,7 @@ from autopar.runtime.collectives.statements import (
     stated,
 )
 from autopar.runtime.launch import worker
-from autopar.trace.user_source import is_library
+from autopar.trace.call.user_source import is_library
 
 TICK = 1.0  # seconds
 PATIENCE = 5.0  # seconds in a call before the others are looked at

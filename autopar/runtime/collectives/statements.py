@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.errors import InputError
-from autopar.trace.user_source import shown_path
+from autopar.trace.call.user_source import shown_path
 
 DIGEST_BYTES = 7  # a number that fits an int64 with either sign
 BACKWARD = "backward of"  # begins the name of a call that autograd makes

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 _ENGINE = "_engine_run_backward"  # of torch.autograd: the one way into its engine
 _INPUTS = 3  # their place among what it takes after the outputs, behind gradients and two flags

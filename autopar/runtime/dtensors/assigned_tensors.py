@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 _PROPERTIES: dict[str, Any] = {name: getattr(Tensor, name) for name in ("data", "grad")}
 _NAMES = {id(described): name for name, described in _PROPERTIES.items()}

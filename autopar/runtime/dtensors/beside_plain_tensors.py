@@ -26,15 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
-from autopar.runtime.parameters.assigned_tensors import assign, assigned
-from autopar.runtime.parameters.composed_calls import (
+from autopar.runtime.dtensors.assigned_tensors import assign, assigned
+from autopar.runtime.dtensors.composed_calls import (
     computed_wholly,
     with_tensors_as_indices,
     write_each_on,
     writes_each,
 )
-from autopar.runtime.parameters.whole_operators import compute_wholly
-from autopar.runtime.parameters.written_parts import (
+from autopar.runtime.dtensors.whole_operators import compute_wholly
+from autopar.runtime.dtensors.written_parts import (
     COMPOSED,
     concerns,
     follow,
@@ -44,7 +44,7 @@ from autopar.runtime.parameters.written_parts import (
     write_wholly,
     writes_to_part,
 )
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 _REMEDY = (
     "take the full tensor, parallel.gather(name, tensor) on every rank, or compute it inside "

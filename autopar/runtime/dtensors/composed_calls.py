@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.parameters.whole_operators import laid_as, whole_values
-from autopar.runtime.parameters.written_parts import is_part, places_in_root, write_on
-from autopar.trace.user_source import calling_line
+from autopar.runtime.dtensors.whole_operators import laid_as, whole_values
+from autopar.runtime.dtensors.written_parts import is_part, places_in_root, write_on
+from autopar.trace.call.user_source import calling_line
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # torch's words
 _LISTS = (list, range, np.ndarray)

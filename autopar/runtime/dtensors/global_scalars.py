@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.core.torch_version import RANGE
 from autopar.errors import InputError, cut_text
 from autopar.runtime.collectives.roll_call import collective
-from autopar.trace.user_source import calling_line, first_line
+from autopar.trace.call.user_source import calling_line, first_line
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.parameters.whole_operators import laid_as, whole_values
+from autopar.runtime.dtensors.whole_operators import laid_as, whole_values
 
 _VIEWS = frozenset(
     (

@@ -1,6 +1,5 @@
 """Runs the programs of one rank: whole, or stage by stage.
 
-executable       what a rank needs for it: the seam to rewriting
 unread_output    outputs that lie in parts until they are read
 failed_forward   buffers that a program has written when it raises
 bound_program    one program, tied to the tensors of a module

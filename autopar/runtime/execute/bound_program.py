@@ -27,10 +27,10 @@ from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.collectives.random import Stream, drawing_from, draws
 from autopar.runtime.collectives.roll_call import backward_begins, last_call
 from autopar.runtime.compiled.program import compiled
-from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.dtensors.global_scalars import plain_gradient
+from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.execute.unread_output import unread
-from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing

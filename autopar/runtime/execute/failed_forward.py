@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autopar.runtime.execute.executable import Executable
+from autopar.runtime.executable import Executable
 from autopar.runtime.saved.recompute import Recomputed
 
 

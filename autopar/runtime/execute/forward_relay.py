@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
 from autopar.runtime.collectives.random import Stream
-from autopar.runtime.execute.executable import StagedExecutable
+from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.staged_program import pipeline_group
 from autopar.trace.micro_batches import MicroBatch

@@ -30,8 +30,8 @@ from autopar.core.graph import InputKind, TensorSpec
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.random import drawing_from, draws, mixed
 from autopar.runtime.compiled.program import compiled
+from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
-from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.parameters.gradient_buckets import Sums, assign
 from autopar.runtime.parameters.parameters import Leaves, local_buffer

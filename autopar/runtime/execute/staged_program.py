@@ -26,7 +26,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives.random import Stream
 from autopar.runtime.compiled.compiler import check_pipeline
-from autopar.runtime.execute.executable import StagedExecutable
+from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_ba
 
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
-from autopar.runtime.execute.executable import StagedExecutable
+from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.receive_buffers import let_go, prepare, take_tensors
 from autopar.runtime.execute.stage import StageModule
 from autopar.schedules.deliveries import Message, proved

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from autopar.core.part import Part
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.execute.executable import OutputPart
-from autopar.runtime.parameters.global_scalars import plain_gradient
+from autopar.runtime.dtensors.global_scalars import plain_gradient
+from autopar.runtime.executable import OutputPart
 from autopar.runtime.parameters.parameters import gather_part
 
 _REMEDY = 'read it before backward, or parallelize with outputs="global"'

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from autopar.trace.user_source import is_library, shown_path
+from autopar.trace.call.user_source import is_library, shown_path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable that says where torch writes the traceback
 JOINING, JOINED, ENDED, STACK = "joining", "joined", "ended", "stack"

@@ -44,7 +44,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
 from autopar.runtime.launch import rank_files
-from autopar.trace.user_source import is_tool
+from autopar.trace.call.user_source import is_tool
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
 ENDED = "ended rank"  # in what a rank leaves to the launcher, which it waited for

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopar.errors import InputError
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 _SHARDING = "torch.distributed.fsdp._fully_shard._fully_shard"  # where torch's fully_shard checks its module
 _REMEDY = (

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from autopar.core.part import Part
 from autopar.errors import InputError
-from autopar.results.plan import Plan
-from autopar.runtime.execute.executable import Executable, StagedExecutable
-from autopar.runtime.module import serial_model
+from autopar.results.plan.plan import Plan
+from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.module.already_parallel import refuse_wrappers
-from autopar.runtime.module.call_programs import Compile
 from autopar.runtime.module.runner import TIMEOUT, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
+from autopar.runtime.programs.call_programs import Compile
+from autopar.runtime.tree import serial_model
 
 
 class ParallelModule(nn.Module):

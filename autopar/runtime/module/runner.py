@@ -22,31 +22,31 @@ from torch import Tensor, nn
 
 from autopar.core.part import Part, whole
 from autopar.errors import InputError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.collectives.roll_call import collective, wait_at_most
 from autopar.runtime.compiled.compiler import check_compiler
+from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.execute.bound_program import Bound
-from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
-from autopar.runtime.module.agreement import Agreement, Copy
-from autopar.runtime.module.call_programs import CallPrograms, Compile, Program, Running
-from autopar.runtime.module.clipping import norm_dtype, scale, total_norm
-from autopar.runtime.module.local_inputs import LocalInputs
-from autopar.runtime.module.loss_scaling import factor_of
-from autopar.runtime.module.placed_tensors import PlacedTensors
-from autopar.runtime.module.program_cache import Entry
 from autopar.runtime.module.sampler import BatchSampler
-from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.optimizers.clipping import norm_dtype, scale, total_norm
+from autopar.runtime.optimizers.loss_scaling import factor_of
 from autopar.runtime.parameters.parameters import (
     twin_of,
 )
-from autopar.trace.autocast import without_autocast
-from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments, require_values
-from autopar.trace.inside import LeftInside
+from autopar.runtime.programs.agreement import Agreement, Copy
+from autopar.runtime.programs.call_programs import CallPrograms, Compile, Program, Running
+from autopar.runtime.programs.local_inputs import LocalInputs
+from autopar.runtime.programs.placed_tensors import PlacedTensors
+from autopar.runtime.programs.program_cache import Entry
+from autopar.runtime.tree.user_tree import UserTree
+from autopar.trace.call.call_signature import Arguments, find_loss, flatten_arguments, require_values
+from autopar.trace.forms.simplify import no_loss
+from autopar.trace.forward.autocast import without_autocast
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
-from autopar.trace.simplify import no_loss
-from autopar.trace.structure import digest_of
+from autopar.trace.reads.inside import LeftInside
+from autopar.trace.values.structure import digest_of
 
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 

@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.module import old_parameters
-from autopar.runtime.module.agreement import whole_bytes
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.runner import Runner
-from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.parameters import local
-from autopar.trace.user_source import calling_line
+from autopar.runtime.programs.agreement import whole_bytes
+from autopar.runtime.tree import old_parameters
+from autopar.runtime.tree.user_tree import UserTree
+from autopar.trace.call.user_source import calling_line
 
 WHERE = "the end of autopar.full"
 _CHUNK = 1 << 20  # bytes that are summed at a time

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import InputError
-from autopar.runtime.module.user_tree import placed_trees
+from autopar.runtime.tree.user_tree import placed_trees
 
 _MARK = "_autopar_empty_lists"
 

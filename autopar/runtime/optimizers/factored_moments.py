@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.module.stored import Stored
+from autopar.runtime.tree.stored import Stored
 
 Order = tuple[int, ...]
 

@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.errors import InputError
 from autopar.runtime.collectives import transport
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.execute.executable import Executable, StagedExecutable
-from autopar.runtime.module.optimizers import at_steps
-from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.executable import Executable, StagedExecutable
+from autopar.runtime.optimizers.optimizers import at_steps
 from autopar.runtime.parameters.parameters import local
+from autopar.runtime.tree.user_tree import UserTree
 
 _staged: list[weakref.ref[DeviceMesh]] = []
 _scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose gradients a scaler has looked at

@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
-from autopar.runtime.module.user_tree import Placed
 from autopar.runtime.parameters.parameters import distribute, local, plainly
+from autopar.runtime.tree.user_tree import Placed
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.module.factored_moments import to_serial
-from autopar.runtime.module.optimizers import at_steps
-from autopar.runtime.module.stored import Stored
-from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.optimizers.factored_moments import to_serial
+from autopar.runtime.optimizers.optimizers import at_steps
 from autopar.runtime.parameters.parameters import distribute, gather, local
+from autopar.runtime.tree.stored import Stored
+from autopar.runtime.tree.user_tree import UserTree
 
 _WHOLE = {"Muon", "Adafactor"}  # orthogonalise a matrix, or take norms of all, of its rows and columns
 _PARTS = {"Rprop"}  # selects elements by their signs

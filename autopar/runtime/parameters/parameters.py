@@ -37,8 +37,8 @@ from autopar.runtime import registry
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.placement_moves import summing_in
-from autopar.runtime.execute.executable import InputPart
-from autopar.runtime.parameters.asked_gradients import is_read_by_a_program
+from autopar.runtime.dtensors.asked_gradients import is_read_by_a_program
+from autopar.runtime.executable import InputPart
 
 _LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient

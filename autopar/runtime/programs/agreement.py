@@ -24,11 +24,11 @@ from torch import Tensor
 from autopar.errors import InputError
 from autopar.runtime.collectives import roll_call, transport
 from autopar.runtime.collectives.statements import Part, Statement, unlike
-from autopar.runtime.module.parameter_changes import ParameterChanges
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_signature import Arguments
-from autopar.trace.structure import parts_of
-from autopar.trace.user_source import calling_line
+from autopar.runtime.programs.parameter_changes import ParameterChanges
+from autopar.trace.call.call_signature import Arguments
+from autopar.trace.call.user_source import calling_line
+from autopar.trace.forward.autocast import Autocast
+from autopar.trace.values.structure import parts_of
 
 FIRST = 3  # calls of each shape that compare everything
 STRIDE = 64  # calls from one that compares everything to the next

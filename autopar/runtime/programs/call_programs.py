@@ -26,27 +26,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError, InputError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.collectives.roll_call import go_on
+from autopar.runtime.executable import Executable, Pinned, StagedExecutable
 from autopar.runtime.execute.bound_program import Bound, find_in
-from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
 from autopar.runtime.execute.staged_program import StagedProgram
-from autopar.runtime.module.agreement import Agreement
-from autopar.runtime.module.free_numbers import bind, check_alike, trial
-from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
-from autopar.runtime.module.guards import Guard
-from autopar.runtime.module.local_inputs import LocalInputs
-from autopar.runtime.module.placed_tensors import PlacedTensors, group_keys
-from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
-from autopar.runtime.module.structure_guard import StructureGuard
-from autopar.trace.attribute_reads import Reads, recording
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_signature import Arguments
-from autopar.trace.inside import Inside
-from autopar.trace.numbers import NotFreeError
+from autopar.runtime.programs.agreement import Agreement
+from autopar.runtime.programs.free_numbers import bind, check_alike, trial
+from autopar.runtime.programs.growing_calls import GrowingCalls, calling_method, inside
+from autopar.runtime.programs.guards import Guard
+from autopar.runtime.programs.local_inputs import LocalInputs
+from autopar.runtime.programs.placed_tensors import PlacedTensors, group_keys
+from autopar.runtime.programs.program_cache import STATES, Entry, ProgramCache
+from autopar.runtime.programs.structure_guard import StructureGuard
+from autopar.trace.call.call_signature import Arguments
+from autopar.trace.forward.autocast import Autocast
+from autopar.trace.reads.attribute_reads import Reads, recording
+from autopar.trace.reads.inside import Inside
+from autopar.trace.reads.numbers import NotFreeError
 
 Program = Bound | StagedProgram | Relay
 

@@ -20,10 +20,10 @@ from torch import fx
 
 from autopar.core.graph import Place
 from autopar.core.operator_facts import is_random
-from autopar.runtime.execute.executable import Executable, StagedExecutable
-from autopar.runtime.module.guards import Guard, Slot
+from autopar.runtime.executable import Executable, StagedExecutable
+from autopar.runtime.programs.guards import Guard, Slot
 from autopar.runtime.saved.recompute import Recomputed
-from autopar.trace.numbers import Formula, NotFreeError, Numbers, Plain, freed, is_number
+from autopar.trace.reads.numbers import Formula, NotFreeError, Numbers, Plain, freed, is_number
 
 Made: TypeAlias = Executable | StagedExecutable
 _PREFIX = "number_"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.trace.reachable_state import is_torch
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
+from autopar.trace.reads.reachable_state import is_torch
 
 MOST = 3  # programs for inputs that grow
 

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.runtime.module.old_parameters import OldParameter
-from autopar.trace.attribute_reads import ALL, Owner, Reads
-from autopar.trace.input_values import changed
-from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Namespace, filled_cells, is_python_class, members
+from autopar.runtime.tree.old_parameters import OldParameter
+from autopar.trace.reads.attribute_reads import ALL, Owner, Reads
+from autopar.trace.reads.numbers import is_number
+from autopar.trace.reads.reachable_state import Namespace, filled_cells, is_python_class, members
+from autopar.trace.values.input_values import changed
 
 _CELL = object()  # the key of what a cell holds
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

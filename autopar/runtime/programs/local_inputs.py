@@ -21,9 +21,9 @@ import torch
 
 from autopar.core.samples import Samples
 from autopar.errors import InputError
-from autopar.runtime.module.serial_model import without_memory
-from autopar.trace.call_signature import Arguments, require_values
-from autopar.trace.structure import digest_of
+from autopar.runtime.tree.serial_model import without_memory
+from autopar.trace.call.call_signature import Arguments, require_values
+from autopar.trace.values.structure import digest_of
 
 Key = tuple[Any, ...]
 

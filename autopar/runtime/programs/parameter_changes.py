@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.runtime.collectives.statements import Part
-from autopar.runtime.module.optimizers import at_steps
-from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.optimizers.optimizers import at_steps
+from autopar.runtime.tree.user_tree import UserTree
 
 KEPT = 16  # steps between two calls, of which rates are compared
 _STEPS = "step on all ranks after the same calls"

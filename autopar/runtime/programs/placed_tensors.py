@@ -25,23 +25,19 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, Shard, show
 from autopar.errors import CheckError, InputError
+from autopar.runtime.checkpoints.named_states import speak_by_names
+from autopar.runtime.checkpoints.optimizer_states import speak_serial_order
+from autopar.runtime.checkpoints.rank_states import RankStates, State
 from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.dtensors.beside_plain_tensors import take_plain_tensors
+from autopar.runtime.dtensors.global_scalars import read_whole_scalars
+from autopar.runtime.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.bound_program import gradient_key
-from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
-from autopar.runtime.module import serial_model
-from autopar.runtime.module.clipping import refuse_torch_clipping
-from autopar.runtime.module.empty_lists import take_empty_lists
-from autopar.runtime.module.loss_scaling import computes_in_half, refuse_infinite, share_infinities
-from autopar.runtime.module.named_states import speak_by_names
-from autopar.runtime.module.optimizer_states import speak_serial_order
-from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
-from autopar.runtime.module.parameter_changes import ParameterChanges
-from autopar.runtime.module.rank_states import RankStates, State
-from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
-from autopar.runtime.module.user_tree import UserTree, came_later
-from autopar.runtime.module.whole_steps import step_whole
-from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
-from autopar.runtime.parameters.global_scalars import read_whole_scalars
+from autopar.runtime.optimizers.clipping import refuse_torch_clipping
+from autopar.runtime.optimizers.empty_lists import take_empty_lists
+from autopar.runtime.optimizers.loss_scaling import computes_in_half, refuse_infinite, share_infinities
+from autopar.runtime.optimizers.optimizers import refuse_together, step_fast, take_over
+from autopar.runtime.optimizers.whole_steps import step_whole
 from autopar.runtime.parameters.parameters import (
     device_mesh,
     distribute,
@@ -49,7 +45,11 @@ from autopar.runtime.parameters.parameters import (
     nothing,
     sharding_key,
 )
-from autopar.trace.structure import parts_of
+from autopar.runtime.programs.parameter_changes import ParameterChanges
+from autopar.runtime.tree import serial_model
+from autopar.runtime.tree.stored import SerialOrder, Stored, chunk_of, out_of_order
+from autopar.runtime.tree.user_tree import UserTree, came_later
+from autopar.trace.values.structure import parts_of
 
 
 class PlacedTensors:

@@ -6,11 +6,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from autopar.runtime.module.free_numbers import Free
-from autopar.runtime.module.guards import Guard
-from autopar.runtime.module.structure_guard import StructureGuard
-from autopar.trace.call_signature import Arguments
-from autopar.trace.inside import LeftInside
+from autopar.runtime.programs.free_numbers import Free
+from autopar.runtime.programs.guards import Guard
+from autopar.runtime.programs.structure_guard import StructureGuard
+from autopar.trace.call.call_signature import Arguments
+from autopar.trace.reads.inside import LeftInside
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
 KINDS = 256  # kinds of call: a program takes about 0.5 MB

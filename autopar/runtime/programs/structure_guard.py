@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.core.structure import Structure
 from autopar.runtime.parameters.parameters import local
-from autopar.trace.structure import digest_of, parts_of
+from autopar.trace.values.structure import digest_of, parts_of
 
 
 class _Seen:

@@ -3,7 +3,7 @@
     kept = model.head.weight;  parallelize(model, ...)      kept.norm(): an error, not last week's values
     with autopar.full(parallel) as model: kept = ...        the same, once it has ended
 
-Of those that parallelize has replaced, traces know which parameter they were (trace/shared_memory.py).
+Of those that parallelize has replaced, traces know which parameter they were (trace/state/shared_memory.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
 
 _GETTERS: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_leaf)
 _TELLING = {  # what is no use of values

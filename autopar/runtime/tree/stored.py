@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.core.part import Part
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.execute.executable import InputPart
+from autopar.runtime.executable import InputPart
 from autopar.runtime.parameters.parameters import distribute, gather, local, placements_of
 
 _sharded: ContextVar[bool] = ContextVar("state dicts of this rank's chunks", default=False)

@@ -25,11 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.core.graph import may_learn
 from autopar.errors import InputError
-from autopar.runtime.module import old_parameters
-from autopar.runtime.module.serial_model import is_harmless, without_memory
-from autopar.runtime.module.stored import FullState, Stored
-from autopar.trace.shared_memory import Memory, replacing
-from autopar.trace.user_source import is_library, shown_path
+from autopar.runtime.tree import old_parameters
+from autopar.runtime.tree.serial_model import is_harmless, without_memory
+from autopar.runtime.tree.stored import FullState, Stored
+from autopar.trace.call.user_source import is_library, shown_path
+from autopar.trace.state.shared_memory import Memory, replacing
 
 HOOKS = {
     "_forward_hooks": "forward hook",

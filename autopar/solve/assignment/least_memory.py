@@ -13,16 +13,16 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.space import Space
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.memory.remedies import remedies
-from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.decode import read
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.memory_tables import MemoryTables
-from autopar.solve.placement.priced_elimination import DEAREST, cheapest_at
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.solution import Solution, completed
-from autopar.solve.placement.space import Space
+from autopar.solve.program.decode import read
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import Solution, completed
+from autopar.solve.tables.choice_tables import WideError
+from autopar.solve.tables.memory_tables import MemoryTables
+from autopar.solve.tables.priced_elimination import DEAREST, cheapest_at
 from autopar.units import show_bytes
 
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do

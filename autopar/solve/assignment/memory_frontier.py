@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
+from autopar.solve.assignment.symmetry import axes_alike, forget
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.choices.space import Space
 from autopar.solve.highs import Relaxation
 from autopar.solve.linear_program import SolverAnswer, Terms
-from autopar.solve.placement.decode import is_whole, read
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.symmetry import axes_alike, forget
+from autopar.solve.program.decode import is_whole, read
+from autopar.solve.program.problem import Problem
 
 ANY = MemoryPrice(
     1e-15, 1e-15

@@ -15,21 +15,21 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, OverCapError, SolverError
+from autopar.solve.assignment.least_memory import LEAN_WORK, infeasible, least
+from autopar.solve.assignment.written_programs import WrittenPrograms
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import Space
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.chosen import of_chosen
-from autopar.solve.placement.decode import is_whole, read
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.least_memory import LEAN_WORK, infeasible, least
-from autopar.solve.placement.local_search import Candidate, search_locally
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.priced_elimination import cheapest_at
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed, judged
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.written_programs import WrittenPrograms
+from autopar.solve.program.chosen import of_chosen
+from autopar.solve.program.decode import is_whole, read
+from autopar.solve.program.local_search import Candidate, search_locally
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed, judged
+from autopar.solve.tables.choice_tables import WideError
+from autopar.solve.tables.priced_elimination import cheapest_at
 
 MEMORY_ROUNDS = 8
 ROUNDS = 24_000  # operators that are placed, in all, to find a plan that fits

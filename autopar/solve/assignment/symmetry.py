@@ -23,20 +23,20 @@ from autopar.core.recompute import Recompute
 from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
+from autopar.solve.assignment.search import choose
+from autopar.solve.assignment.written_programs import WrittenPrograms
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import Space
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement.capped_elimination import eliminated_under
-from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.chosen import SUPPORT
-from autopar.solve.placement.elimination import eliminated
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.priced_elimination import eliminated_at
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.solution import Solution, check_cutoff
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.written_programs import WrittenPrograms
+from autopar.solve.program.chosen import SUPPORT
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import Solution, check_cutoff
+from autopar.solve.tables.capped_elimination import eliminated_under
+from autopar.solve.tables.choice_tables import WideError
+from autopar.solve.tables.elimination import eliminated
+from autopar.solve.tables.priced_elimination import eliminated_at
 
 WORTH = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work

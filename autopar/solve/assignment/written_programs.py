@@ -14,12 +14,12 @@ from typing import Any
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
-from autopar.solve.placement.choice_tables import ChoiceTables, WideError
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.memory_price import FREE
-from autopar.solve.placement.memory_tables import UNPRICED, MemoryTables
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import Space
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.memory_price import FREE
+from autopar.solve.choices.space import Space
+from autopar.solve.program.problem import Problem
+from autopar.solve.tables.choice_tables import ChoiceTables, WideError
+from autopar.solve.tables.memory_tables import UNPRICED, MemoryTables
 
 MOST = 4  # programs that are remembered: of one mesh with names and without, folded and relaxed
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.convert.network import Flags, Network, Numbers, Seconds
 from autopar.core.move import Move
-from autopar.solve.placement.direct_ways import distances, settled
+from autopar.solve.choices.direct_ways import distances, settled
 
 EVERY_MOVE = 1e-12  # of the dearest move: of equally cheap trees that of fewest moves
 Uses: TypeAlias = tuple[int, ...]

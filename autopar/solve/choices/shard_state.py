@@ -13,7 +13,7 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
 from autopar.core.program import Program
 from autopar.sharding.atoms import Dims
-from autopar.solve.placement.gather_phases import completes
+from autopar.solve.choices.gather_phases import completes
 
 _WORDS = {Gathering.REGATHER: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
 

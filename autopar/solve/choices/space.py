@@ -23,9 +23,9 @@ from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.rule import Regroup, rule_of
 from autopar.sharding.strategies import options_of, strategies_of
-from autopar.solve.placement.fold import Folding, pin_of
-from autopar.solve.placement.kinds import Kinds, kind_by_axis, placed
-from autopar.solve.placement.shard_state import most_sharded, ways
+from autopar.solve.choices.fold import Folding, pin_of
+from autopar.solve.choices.kinds import Kinds, kind_by_axis, placed
+from autopar.solve.choices.shard_state import most_sharded, ways
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.rule import rule_of
+from autopar.solve.choices.direct_ways import DirectWays
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.gather_phases import Phase
 from autopar.solve.linear_program import Terms
-from autopar.solve.placement.direct_ways import DirectWays
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.gather_phases import Phase
 
 Marginal = dict[Layout, Terms]
 

@@ -21,12 +21,12 @@ from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.values import leading
 from autopar.errors import RuleError
+from autopar.solve.choices.conversion_trees import cheapest_tree
+from autopar.solve.choices.direct_ways import distances
+from autopar.solve.choices.gather_phases import completing
+from autopar.solve.choices.tensor_classes import TensorClass
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement.conversion_trees import cheapest_tree
-from autopar.solve.placement.direct_ways import distances
-from autopar.solve.placement.gather_phases import completing
-from autopar.solve.placement.problem import Problem, Stored
-from autopar.solve.placement.tensor_classes import TensorClass
+from autopar.solve.program.problem import Problem, Stored
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 

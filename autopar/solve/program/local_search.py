@@ -27,8 +27,8 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
 from autopar.solve.memory.offload import fit_by_offload
 from autopar.solve.memory.recompute import fit
-from autopar.solve.placement.decode import Choices, choices_of, decoded
-from autopar.solve.placement.problem import Problem
+from autopar.solve.program.decode import Choices, choices_of, decoded
+from autopar.solve.program.problem import Problem
 
 EFFORT = 8_000  # operators that are replayed, from all starts
 FITTING = 100  # replays that it takes to fit parts anew, about

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.linear_program import LinearProgram, Terms
-from autopar.solve.placement.memory_price import MemoryPrice
 
 
 class MemoryRows:

@@ -16,11 +16,11 @@ from autopar.convert.network import Alike, unnamed
 from autopar.core.graph import Graph
 from autopar.core.placement import Broadcast, Layout, R
 from autopar.cost.operators.prices import Prices
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.space import Space
+from autopar.solve.choices.tensor_classes import Marginal
 from autopar.solve.linear_program import LinearProgram, Terms
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.memory_rows import MemoryRows
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.tensor_classes import Marginal
+from autopar.solve.program.memory_rows import MemoryRows
 
 
 def value_of(layout: Layout, alike: Alike) -> Layout:

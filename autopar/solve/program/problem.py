@@ -73,17 +73,17 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
+from autopar.solve.choices.direct_ways import DirectWays, ways
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.gather_phases import Phase, Place, completing, first_phase, phased
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import Space
+from autopar.solve.choices.tensor_classes import Marginal, TensorClass, Use, Wiring
 from autopar.solve.linear_program import LinearProgram, Terms
-from autopar.solve.placement.direct_ways import DirectWays, ways
-from autopar.solve.placement.flow_rows import ONE, FlowRows
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.memory_rows import MemoryRows
-from autopar.solve.placement.operator_variables import OperatorVariables
-from autopar.solve.placement.saved_variables import SavedVariables
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use, Wiring
+from autopar.solve.program.flow_rows import ONE, FlowRows
+from autopar.solve.program.memory_rows import MemoryRows
+from autopar.solve.program.operator_variables import OperatorVariables
+from autopar.solve.program.saved_variables import SavedVariables
 
 FEWER = 2  # times as many moves as ways there must be for these to be solved sooner
 SMALL = 32  # moves, of which ways may be as many

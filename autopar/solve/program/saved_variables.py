@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.core.placement import Layout
+from autopar.solve.choices.tensor_classes import Marginal, TensorClass, Use
 from autopar.solve.linear_program import Terms
-from autopar.solve.placement.operator_variables import View, value_of
-from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use
+from autopar.solve.program.operator_variables import View, value_of
 
 if TYPE_CHECKING:
-    from autopar.solve.placement.problem import Problem
+    from autopar.solve.program.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import CheckError, InfeasibleError
 from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything, fit
-from autopar.solve.placement.problem import Problem
+from autopar.solve.program.problem import Problem
 
 
 class CutoffError(InfeasibleError):

@@ -47,9 +47,9 @@ from autopar.cost.operators.prices import Price, Prices
 from autopar.cost.program.values import Values
 from autopar.cost.stages.intervals import Intervals
 from autopar.schedules.in_flight import forwards_before
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.solution import Solution
-from autopar.solve.placement.space import Space
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.space import Space
+from autopar.solve.program.solution import Solution
 
 MOST_OPERATORS = 40
 WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each rank, backward in one

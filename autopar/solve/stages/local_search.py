@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError, RuleError
-from autopar.solve.placement.decode import Choices, choices_of, decoded
-from autopar.solve.placement.local_search import FASTER, neighbors
-from autopar.solve.placement.problem import Problem
+from autopar.solve.program.decode import Choices, choices_of, decoded
+from autopar.solve.program.local_search import FASTER, neighbors
+from autopar.solve.program.problem import Problem
 from autopar.solve.stages.step import Step
 
 EFFORT = 4_000  # operators that are cut

@@ -50,9 +50,9 @@ from numpy.typing import NDArray
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.interval_table import Table
 from autopar.schedules.in_flight import Counts, flights, stages_of
+from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
-from autopar.solve.placement.memory_price import MemoryPrice
 from autopar.solve.stages.cut_costs import CutProblem, bottleneck
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought

@@ -26,7 +26,7 @@ from autopar.cost.stages.intervals import Intervals, choose_places, crossing_byt
 from autopar.errors import InfeasibleError
 from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
-from autopar.solve.placement.solution import Solution, check_cutoff
+from autopar.solve.program.solution import Solution, check_cutoff
 from autopar.solve.stages.cut_search import (
     MOST_PLACES,
     Cut,

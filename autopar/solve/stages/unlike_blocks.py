@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from autopar.core.graph import Graph
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.solve.placement.fold import Folding
+from autopar.solve.choices.fold import Folding
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.step import Step
 

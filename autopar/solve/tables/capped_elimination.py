@@ -26,11 +26,11 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
-from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.elimination import least
-from autopar.solve.placement.memory_tables import UNPRICED, Chosen, MemoryTables, RowPrices, Totals
-from autopar.solve.placement.priced_elimination import program_of
-from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.tables.choice_tables import WideError
+from autopar.solve.tables.elimination import least
+from autopar.solve.tables.memory_tables import UNPRICED, Chosen, MemoryTables, RowPrices, Totals
+from autopar.solve.tables.priced_elimination import program_of
 
 CUTS = 10  # prices that are tried
 ENOUGH = 2e-3  # of the seconds: the bound rises by no more

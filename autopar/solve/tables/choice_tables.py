@@ -20,15 +20,15 @@ from autopar.convert.network import Flags, Network, Numbers, Seconds
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
+from autopar.solve.choices.conversion_trees import tree_seconds
+from autopar.solve.choices.direct_ways import settled
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.gather_phases import Phase
+from autopar.solve.choices.space import Space
+from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.linear_program import Terms
-from autopar.solve.placement.conversion_trees import tree_seconds
-from autopar.solve.placement.direct_ways import settled
-from autopar.solve.placement.flow_rows import ONE
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.gather_phases import Phase
-from autopar.solve.placement.problem import Problem, Stored
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.tensor_classes import TensorClass, Use
+from autopar.solve.program.flow_rows import ONE
+from autopar.solve.program.problem import Problem, Stored
 
 MOST_ENTRIES = 1 << 21  # of a table
 MOST_SUMS = 1 << 20  # in each round of Bellman and Ford: beyond, the integer program is found sooner

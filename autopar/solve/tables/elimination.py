@@ -23,9 +23,9 @@ from autopar.core.offload import Offload
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.solve.placement.choice_tables import MOST_ENTRIES, ChoiceTables, Table, WideError
-from autopar.solve.placement.decode import Choices, decoded
-from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.program.decode import Choices, decoded
+from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.tables.choice_tables import MOST_ENTRIES, ChoiceTables, Table, WideError
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,16 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
+from autopar.solve.choices.direct_ways import settled
+from autopar.solve.choices.fold import Folding
+from autopar.solve.choices.gather_phases import Phase, first_phase
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.choices.space import Space
+from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.linear_program import Terms
-from autopar.solve.placement.choice_tables import (
+from autopar.solve.program.operator_variables import value_of
+from autopar.solve.program.problem import Stored
+from autopar.solve.tables.choice_tables import (
     MOST_SUMS,
     MOST_USES,
     ChoiceTables,
@@ -37,14 +45,6 @@ from autopar.solve.placement.choice_tables import (
     from_layouts,
     table_of,
 )
-from autopar.solve.placement.direct_ways import settled
-from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.gather_phases import Phase, first_phase
-from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.operator_variables import value_of
-from autopar.solve.placement.problem import Stored
-from autopar.solve.placement.space import Space
-from autopar.solve.placement.tensor_classes import TensorClass, Use
 
 
 @dataclass(frozen=True, slots=True)

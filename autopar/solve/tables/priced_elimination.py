@@ -13,12 +13,12 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
-from autopar.solve.placement.choice_tables import WideError
-from autopar.solve.placement.decode import Choices, decoded
-from autopar.solve.placement.elimination import least
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.memory_tables import Chosen, MemoryTables
-from autopar.solve.placement.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.program.decode import Choices, decoded
+from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed
+from autopar.solve.tables.choice_tables import WideError
+from autopar.solve.tables.elimination import least
+from autopar.solve.tables.memory_tables import Chosen, MemoryTables
 
 DEAREST = MemoryPrice(1.0, 1.0)  # seconds: of a byte as much as of a whole step
 

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
-from autopar.trace import applied_functions, custom_calls, custom_operator, stand_ins
-from autopar.trace.autocast import Autocast, autocast_set, traced_as
-from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
-from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
-from autopar.trace.numbers import marked, require_none, watched
-from autopar.trace.user_source import calling_line, first_line
+from autopar.trace.backwards import applied_functions, custom_calls, custom_operator, stand_ins
+from autopar.trace.backwards.custom_calls import Answered, FunctionCall, HookCall
+from autopar.trace.backwards.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
+from autopar.trace.call.user_source import calling_line, first_line
+from autopar.trace.forward.autocast import Autocast, autocast_set, traced_as
+from autopar.trace.reads.numbers import marked, require_none, watched
 
 _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook

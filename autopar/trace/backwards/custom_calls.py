@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.trace.numbers import is_float
+from autopar.trace.reads.numbers import is_float
 
 _Single: Any = torch.autograd.function._SingleLevelFunction
 _PRIMITIVE = (int, bool, str, bytes, float, complex, type(None), torch.dtype, torch.device, torch.Size)

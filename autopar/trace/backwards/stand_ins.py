@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.core.graph import TensorSpec
-from autopar.trace.custom_operator import Run
+from autopar.trace.backwards.custom_operator import Run
 
 MOST_ELEMENTS = 1 << 18  # of all operands: a draw takes about a millisecond then
 FEWEST_ROWS = 4  # of a dim that is made shorter

@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError, TraceError
-from autopar.trace.reachable_state import filled_cells
+from autopar.trace.reads.reachable_state import filled_cells
 
 LossFunction = Callable[..., torch.Tensor]
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)

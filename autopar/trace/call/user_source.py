@@ -27,7 +27,7 @@ def module_of(node: fx.Node) -> str:
 
 
 _LINE_LENGTH = 80  # characters of a line of source in an error, which stays below 400
-_OURS = (__file__.rsplit("/", 2)[0] + "/", sysconfig.get_path("stdlib") + "/")
+_OURS = (__file__.rsplit("/", 3)[0] + "/", sysconfig.get_path("stdlib") + "/")
 
 
 def is_library(file: str) -> bool:

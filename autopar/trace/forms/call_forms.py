@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Operator
-from autopar.trace.grouped_products import GROUPED_MM
+from autopar.trace.forms.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.sparse_products import NAMESPACE
+from autopar.trace.forms.sparse_products import NAMESPACE
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes of rows, in torch's kernel

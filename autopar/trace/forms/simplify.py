@@ -8,7 +8,7 @@ from typing import Any
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError
-from autopar.trace.spread_out import is_spread_out
+from autopar.trace.forms.spread_out import is_spread_out
 
 
 def without_identities(graph: Graph) -> Graph:

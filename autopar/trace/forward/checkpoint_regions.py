@@ -29,7 +29,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 
 from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.operator_facts import facts_of
-from autopar.trace.numbers import computed
+from autopar.trace.reads.numbers import computed
 
 aten = torch.ops.aten
 _MARK = "autopar_checkpoint"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
-from autopar.trace.call_signature import Arguments
+from autopar.trace.call.call_signature import Arguments
 
 Result = TypeVar("Result")
 _CPU = torch.device("cpu")

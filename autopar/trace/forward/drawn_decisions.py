@@ -50,7 +50,7 @@ class DrawnDecisions:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among values, lists and tuples."""
+    """The tensors among values, in lists and tuples too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

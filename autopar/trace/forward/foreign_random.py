@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from autopar.errors import TraceError
-from autopar.trace.user_source import is_tool, shown_line
+from autopar.trace.call.user_source import is_tool, shown_line
 
 Result = TypeVar("Result")
 State = Any  # of a generator

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError, ValuesAskedError, cut_text
-from autopar.trace.torch_checks import ForwardError
-from autopar.trace.user_source import first_line, user_line
+from autopar.trace.call.user_source import first_line, user_line
+from autopar.trace.forward.torch_checks import ForwardError
 
 FORWARD = "the model's forward"
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

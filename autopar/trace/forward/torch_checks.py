@@ -32,13 +32,13 @@ from torch.distributions import Distribution
 from torch.nn.modules import batchnorm, transformer
 from torch.overrides import TorchFunctionMode
 
-from autopar.trace.drawn_decisions import DrawnDecisions
-from autopar.trace.finite_checks import FiniteChecks
-from autopar.trace.inverse_spectra import inverse_spectra
-from autopar.trace.same_masks import SameMasks
-from autopar.trace.strided_windows import windows
-from autopar.trace.user_source import calling_line
-from autopar.trace.value_checks import passing_answer
+from autopar.trace.call.user_source import calling_line
+from autopar.trace.forms.inverse_spectra import inverse_spectra
+from autopar.trace.forward.drawn_decisions import DrawnDecisions
+from autopar.trace.forward.finite_checks import FiniteChecks
+from autopar.trace.forward.same_masks import SameMasks
+from autopar.trace.forward.strided_windows import windows
+from autopar.trace.forward.value_checks import passing_answer
 
 _NO_DIMS = torch.Size()
 _DATA: Any = Tensor.data  # the attribute of every tensor

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FrameType
 
-from autopar.trace.user_source import is_tool
+from autopar.trace.call.user_source import is_tool
 
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")
 

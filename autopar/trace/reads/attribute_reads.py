@@ -25,10 +25,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from autopar.trace.code_that_ran import code_that_runs
-from autopar.trace.inside import LeftInside
-from autopar.trace.numbers import Number
-from autopar.trace.reachable_state import Reachable, is_torch
+from autopar.trace.reads.code_that_ran import code_that_runs
+from autopar.trace.reads.inside import LeftInside
+from autopar.trace.reads.numbers import Number
+from autopar.trace.reads.reachable_state import Reachable, is_torch
 
 ALL = "*"  # in the place of names: every attribute
 _NOT_WATCHED = (torch.Tensor, nn.Module, type, Enum, types.ModuleType)

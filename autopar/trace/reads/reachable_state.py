@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.trace.code_names import CodeNames, names_in
+from autopar.trace.reads.code_names import CodeNames, names_in
 
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE and _HEAPTYPE
 _STATELESS = frozenset(  # whose objects hold none of the user's state

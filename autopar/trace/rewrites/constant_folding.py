@@ -31,14 +31,14 @@ from autopar.core.graph import (
 )
 from autopar.core.operator_facts import facts_of, is_repeatable
 from autopar.errors import TraceError
-from autopar.trace.edge_operators import with_edge_operators
-from autopar.trace.fused_products import with_products
-from autopar.trace.placed_rows import RowPlacer
-from autopar.trace.row_placements import PlacementReader
-from autopar.trace.simplify import without_dead_code
-from autopar.trace.sorted_edges import with_sorted_edges
-from autopar.trace.sparse_products import PRODUCT
-from autopar.trace.structure import digest_of
+from autopar.trace.forms.simplify import without_dead_code
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import with_edge_operators
+from autopar.trace.rewrites.fused_products import with_products
+from autopar.trace.rewrites.placed_rows import RowPlacer
+from autopar.trace.rewrites.row_placements import PlacementReader
+from autopar.trace.rewrites.sorted_edges import with_sorted_edges
+from autopar.trace.values.structure import digest_of
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from autopar.core.graph import Graph, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
-from autopar.trace.simplify import without_dead_code
-from autopar.trace.sparse_products import NAMESPACE, PRODUCT
+from autopar.trace.forms.simplify import without_dead_code
+from autopar.trace.forms.sparse_products import NAMESPACE, PRODUCT
 
 aten = torch.ops.aten
 _Library: Any = torch.library.Library  # ships without types

@@ -13,9 +13,9 @@ from typing import Any
 
 from autopar.core.graph import Graph, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
-from autopar.trace.call_forms import arguments_of, called, is_view
-from autopar.trace.simplify import without_dead_code
-from autopar.trace.spread_out import is_spread_out
+from autopar.trace.forms.call_forms import arguments_of, called, is_view
+from autopar.trace.forms.simplify import without_dead_code
+from autopar.trace.forms.spread_out import is_spread_out
 
 WIDEST = 256  # elements of a head, of which fused kernels take shared keys
 

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
 from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeatable
-from autopar.trace.call_forms import arguments_of, called, is_view
-from autopar.trace.simplify import without_dead_code
+from autopar.trace.forms.call_forms import arguments_of, called, is_view
+from autopar.trace.forms.simplify import without_dead_code
 
 LARGEST = 2**28  # bytes of one tensor while a mask is computed
 HIDDEN = torch.finfo(torch.float16).min  # added to a score, leaves it a weight of exactly zero

@@ -26,9 +26,9 @@ from autopar.core.operator_facts import facts_of
 from autopar.sharding.rowwise import rowwise
 from autopar.sharding.rule import Instance
 from autopar.sharding.sorted_rows import EMPTY, Order, Sorted, SortedRows
-from autopar.trace.grouped_products import GROUPED_MM
-from autopar.trace.simplify import without_dead_code, without_identities
-from autopar.trace.sparse_products import NAMESPACE
+from autopar.trace.forms.grouped_products import GROUPED_MM
+from autopar.trace.forms.simplify import without_dead_code, without_identities
+from autopar.trace.forms.sparse_products import NAMESPACE
 
 aten = torch.ops.aten
 _Library: Any = torch.library.Library  # ships without types

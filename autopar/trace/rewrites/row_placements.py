@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Operator, Ref, TensorSpec, may_learn
-from autopar.trace.placed_rows import Placed
+from autopar.trace.rewrites.placed_rows import Placed
 
 aten = torch.ops.aten
 _SLICE: tuple[Any, ...] = (0, None, None, 1)  # dim, start, stop and step, if not said

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs
 from autopar.sharding.rowwise import rowwise
-from autopar.trace.edge_operators import PICK, PLACE
-from autopar.trace.simplify import without_dead_code
-from autopar.trace.structure import digest_of
+from autopar.trace.forms.simplify import without_dead_code
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
+from autopar.trace.values.structure import digest_of
 
 aten = torch.ops.aten
 _DROPOUT = aten.dropout.default

@@ -20,10 +20,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.trace.call_signature import holds_tensors
-from autopar.trace.inside import Inside, LeftInside
-from autopar.trace.numbers import is_number
-from autopar.trace.reachable_state import Reachable, filled_cells, members
+from autopar.trace.call.call_signature import holds_tensors
+from autopar.trace.reads.inside import Inside, LeftInside
+from autopar.trace.reads.numbers import is_number
+from autopar.trace.reads.reachable_state import Reachable, filled_cells, members
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are made of tensors
 _ABSENT = object()

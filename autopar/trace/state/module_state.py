@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.core.operator_facts import is_random
 from autopar.errors import TraceError
-from autopar.trace.attribute_reads import Reads
-from autopar.trace.inside import Inside
-from autopar.trace.left_outside import SYMBOLS, LeftTensor
-from autopar.trace.reachable_state import members
+from autopar.trace.reads.attribute_reads import Reads
+from autopar.trace.reads.inside import Inside
+from autopar.trace.reads.reachable_state import members
+from autopar.trace.state.left_outside import SYMBOLS, LeftTensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.errors import TraceError
-from autopar.trace.torch_checks import ForwardError
+from autopar.trace.forward.torch_checks import ForwardError
 
 
 @dataclass(frozen=True, slots=True)

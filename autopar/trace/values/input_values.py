@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from autopar.trace.attribute_reads import Reads
-from autopar.trace.torch_checks import ForwardError
-from autopar.trace.user_source import calling_line
+from autopar.trace.call.user_source import calling_line
+from autopar.trace.forward.torch_checks import ForwardError
+from autopar.trace.reads.attribute_reads import Reads
 
 _IS_LEAF: Any = Tensor.is_leaf
 _GRAD: Any = Tensor.grad

@@ -29,12 +29,12 @@ from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError
-from autopar.trace.asked_inputs import DRAWS
-from autopar.trace.call_signature import Arguments, LossFunction, split_for_loss
-from autopar.trace.decided_numbers import DecidedNumbers
-from autopar.trace.exact_matrices import ExactMatrices, outside
-from autopar.trace.refusals import sparse_refusal
-from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
+from autopar.trace.call.call_signature import Arguments, LossFunction, split_for_loss
+from autopar.trace.forms.sparse_products import PRODUCT, Entries, entries_of, product_call
+from autopar.trace.forward.refusals import sparse_refusal
+from autopar.trace.values.asked_inputs import DRAWS
+from autopar.trace.values.decided_numbers import DecidedNumbers
+from autopar.trace.values.exact_matrices import ExactMatrices, outside
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
 _MOVED = """

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Ref, map_refs, may_learn, refs
 from autopar.errors import cut_text
-from autopar.trace.autocast import Casting, UncastError, casted
-from autopar.trace.checkpoint_regions import region_of
-from autopar.trace.written_graph import WrittenGraph, refused
+from autopar.trace.forward.autocast import Casting, UncastError, casted
+from autopar.trace.forward.checkpoint_regions import region_of
+from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
 

@@ -27,20 +27,20 @@ from autopar.core.graph import (
 )
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
-from autopar.trace.asked_inputs import inputs_behind
-from autopar.trace.autocast import Autocast
-from autopar.trace.call_forms import device_by_name, functional, left_open, ours, without_example
-from autopar.trace.call_signature import Arguments
-from autopar.trace.casts import Casts
-from autopar.trace.checkpoint_regions import region_of
-from autopar.trace.custom_operator import CUSTOM, call_at
-from autopar.trace.in_place import InPlaceWrites
-from autopar.trace.kept_rows import Kept, KeptRows, NumberKept, Places
-from autopar.trace.shared_memory import Known, held_by_name
-from autopar.trace.simplify import without_dead_code, without_identities
-from autopar.trace.spread_out import CONTIGUOUS, spreads_out
-from autopar.trace.user_source import module_of, source_of
-from autopar.trace.written_graph import WrittenGraph, input_name, refused, spec_of
+from autopar.trace.backwards.custom_operator import CUSTOM, call_at
+from autopar.trace.call.call_signature import Arguments
+from autopar.trace.call.user_source import module_of, source_of
+from autopar.trace.forms.call_forms import device_by_name, functional, left_open, ours, without_example
+from autopar.trace.forms.simplify import without_dead_code, without_identities
+from autopar.trace.forms.spread_out import CONTIGUOUS, spreads_out
+from autopar.trace.forward.autocast import Autocast
+from autopar.trace.forward.checkpoint_regions import region_of
+from autopar.trace.state.shared_memory import Known, held_by_name
+from autopar.trace.values.asked_inputs import inputs_behind
+from autopar.trace.write.casts import Casts
+from autopar.trace.write.in_place import InPlaceWrites
+from autopar.trace.write.kept_rows import Kept, KeptRows, NumberKept, Places
+from autopar.trace.write.written_graph import WrittenGraph, input_name, refused, spec_of
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
-from autopar.trace.written_graph import WrittenGraph, refused
+from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
 

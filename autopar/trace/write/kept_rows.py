@@ -28,9 +28,9 @@ from autopar.core.operator_facts import is_random
 from autopar.errors import ValuesAskedError
 from autopar.sharding.equation import Kind
 from autopar.sharding.rule import Instance, Regroup, rule_of
-from autopar.trace.asked_inputs import inputs_behind
-from autopar.trace.call_forms import arguments_of, called
-from autopar.trace.written_graph import WrittenGraph, refused
+from autopar.trace.forms.call_forms import arguments_of, called
+from autopar.trace.values.asked_inputs import inputs_behind
+from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from autopar.core.graph import GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError
-from autopar.trace.checkpoint_regions import region_of
-from autopar.trace.user_source import module_of, source_of
+from autopar.trace.call.user_source import module_of, source_of
+from autopar.trace.forward.checkpoint_regions import region_of
 
 
 class WrittenGraph:

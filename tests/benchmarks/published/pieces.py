@@ -25,9 +25,9 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.values import Value
 from autopar.cost.stages.intervals import Intervals, intervals
 from autopar.errors import InputError
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
 from tests.benchmarks.published.llama import BLOCK, HEAD, llama, pins
 from tests.benchmarks.published.runs import Shape
 

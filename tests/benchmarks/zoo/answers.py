@@ -10,7 +10,7 @@ import autopar
 from autopar.core.gathering import Gathering
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.planning.apart import IN_VAIN
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from tests.benchmarks.zoo.rows import Row
 
 TIMES = 10  # a row's limit: what takes longer has failed

@@ -15,8 +15,8 @@ from autopar.core.operator_facts import _declared
 from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
 from autopar.runtime.compiled.fused_kernel import FUSED
-from autopar.trace.grouped_products import GROUPED_MM
-from autopar.trace.routed_products import ROUTED_MM
+from autopar.trace.forms.grouped_products import GROUPED_MM
+from autopar.trace.rewrites.routed_products import ROUTED_MM
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten

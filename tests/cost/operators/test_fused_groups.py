@@ -27,7 +27,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.runtime.compiled.fused_kernel import FUSED, function
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, options_of
-from autopar.solve.placement.search import choose
+from autopar.solve.assignment.search import choose
 from costdb.measurement import Measurement
 from costdb.profiler import measure
 from tests.proof.models import Script, draw_model

@@ -10,7 +10,7 @@ from autopar.cost.operators.prices import INNER_LAUNCHES, Price, Prices
 from autopar.proof.operators import OneOperator
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
 from tests.cost.operators.test_prices import priced
 
 LENGTH = 8  # four rows on each of two ranks

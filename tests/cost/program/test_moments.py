@@ -15,7 +15,7 @@ from autopar.core.graph import Ref
 from autopar.core.timeline import Phase
 from autopar.cost.program.moments import moments
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.sharding.strategies import find_atoms
 from tests.cost.operators.test_prices import anew, priced
 from tests.forced_programs import force_factors

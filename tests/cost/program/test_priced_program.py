@@ -6,9 +6,9 @@ from random import Random
 
 from autopar.core.mesh import Mesh
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.space import build_space
 from tests.solve.brute_force import blocks, random_prices
 
 

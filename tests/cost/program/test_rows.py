@@ -23,8 +23,8 @@ from autopar.core.program import Program
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.runtime.collectives.late_gradients import PRODUCTS
 from tests.cost.operators.test_prices import FLOATS, GPU, UNIT
 from tests.forced_programs import force_factors

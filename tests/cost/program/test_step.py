@@ -11,12 +11,12 @@ from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.step import StepCost
+from autopar.planning.asked.request import Request
 from autopar.planning.report import report
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.solution import Solution
+from autopar.solve.program.solution import Solution
 from autopar.solve.stages.step import unstaged
 from tests.cost.operators.test_prices import anew, priced
 from tests.forced_programs import force_factors

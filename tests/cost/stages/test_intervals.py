@@ -24,13 +24,13 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.values import find_values
 from autopar.cost.stages.intervals import intervals
 from autopar.cost.stages.split_backward import _since
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import search
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.autocast import Autocast
 from autopar.trace.export import trace
+from autopar.trace.forward.autocast import Autocast
 from tests.forced_programs import force_each, option
 from tests.proof.models import Script
 from tests.solve.brute_force import GRAPHS, blocks, random_prices

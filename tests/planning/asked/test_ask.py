@@ -10,10 +10,10 @@ import pytest
 
 from autopar.core.mesh import Mesh
 from autopar.cost.operators.prices import Prices
-from autopar.planning.ask import Ask, Limits
+from autopar.planning.asked.ask import Ask, Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
-from autopar.solve.placement.solution import CutoffError, Solution
+from autopar.solve.program.solution import CutoffError, Solution
 from tests.solve.brute_force import chain, random_prices
 
 

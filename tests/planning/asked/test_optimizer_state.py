@@ -13,7 +13,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop
 import autopar
 from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.errors import InputError
-from autopar.planning.optimizer_state import KNOWN, state_of
+from autopar.planning.asked.optimizer_state import KNOWN, state_of
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -20,9 +20,9 @@ from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
-from autopar.planning.option_environment import VARIABLE, read, settle_beside_plan
-from autopar.planning.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY, Door, Options
-from autopar.planning.request import Auto, Request, request_of
+from autopar.planning.asked.option_environment import VARIABLE, read, settle_beside_plan
+from autopar.planning.asked.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY, Door, Options
+from autopar.planning.asked.request import Auto, Request, request_of
 
 TWO = ClusterSpec.local(2)
 DOORS = (PLAN, PARALLELIZE, VERIFY, COMPARE)  # those that take their options by Unpack

@@ -9,9 +9,9 @@ import pytest
 from autopar.cluster import ClusterSpec
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
-from autopar.planning import request as request_module
-from autopar.planning.options import PLAN, Options
-from autopar.planning.request import Request, request_of
+from autopar.planning.asked import request as request_module
+from autopar.planning.asked.options import PLAN, Options
+from autopar.planning.asked.request import Request, request_of
 
 GPIPE, ONE_F_ONE_B, ZB1P = ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P
 

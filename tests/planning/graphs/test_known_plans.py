@@ -13,9 +13,9 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Replicate
-from autopar.planning.known_plans import RESIZED, kept, resized
-from autopar.planning.request import Request
-from autopar.results.plan import Plan
+from autopar.planning.asked.request import Request
+from autopar.planning.graphs.known_plans import RESIZED, kept, resized
+from autopar.results.plan.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace

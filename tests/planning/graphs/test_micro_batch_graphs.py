@@ -17,8 +17,15 @@ from autopar.cluster import ClusterSpec
 from autopar.core.cutting import Rows
 from autopar.core.graph import Operator, Ref
 from autopar.errors import AutoparError, InputError
-from autopar.planning.micro_batch_graphs import Parts, _is_part, _size, _with_numbers, guesses, parts_of
-from autopar.trace.call_signature import flatten_arguments
+from autopar.planning.graphs.micro_batch_graphs import (
+    Parts,
+    _is_part,
+    _size,
+    _with_numbers,
+    guesses,
+    parts_of,
+)
+from autopar.trace.call.call_signature import flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
 from tests.proof.models import evaluate

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autopar.core.graph import Graph
 from autopar.errors import TraceError
-from autopar.planning.micro_batch_graphs import Parts, parts_of
-from autopar.planning.told_graphs import PartGraphs, told
+from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
+from autopar.planning.graphs.told_graphs import PartGraphs, told
 from autopar.trace.export import trace
 
 BATCH = 48

@@ -10,8 +10,8 @@ import pytest
 
 import autopar
 from autopar.cluster import ClusterSpec
-from autopar.results.comparison import Comparison, Measured, Row, spearman
-from autopar.results.plan import Plan
+from autopar.results.comparison.comparison import Comparison, Measured, Row, spearman
+from autopar.results.plan.plan import Plan
 from tests.targets import mlp
 
 FIGURES = {"accuracy", "rank_correlation", "regret"}

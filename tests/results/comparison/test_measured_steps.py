@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from autopar.errors import InputError
-from autopar.results.comparison import Comparison, Measured, Row
-from autopar.results.measured_steps import MeasuredSteps, read_measured
+from autopar.results.comparison.comparison import Comparison, Measured, Row
+from autopar.results.comparison.measured_steps import MeasuredSteps, read_measured
 from tests.results.report.reported_plans import plain
 
 RAN: dict[str, Any] = {

@@ -9,11 +9,11 @@ from expecttest import assert_expected_inline
 from autopar.core.fingerprint import Fingerprint
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
-from autopar.results.difference import Changed, difference
-from autopar.results.plan import Plan
-from autopar.results.render_difference import difference_text
-from autopar.results.step_parts import StepParts
-from tests.results.test_render_plan import BIG, LAYER, PARTS, STAGED, plan
+from autopar.results.difference.difference import Changed, difference
+from autopar.results.difference.render_difference import difference_text
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.step_parts import StepParts
+from tests.results.plan.test_render_plan import BIG, LAYER, PARTS, STAGED, plan
 
 FIRST = replace(BIG, graph=Fingerprint(operators=("mm", "relu")))
 

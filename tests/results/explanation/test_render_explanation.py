@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from expecttest import assert_expected_inline
 
-from autopar.results.explanation import Change, Choice, Explanation, LayerChoices, Outcome
-from autopar.results.step_parts import StepParts
-from tests.results.test_render_plan import BIG
+from autopar.results.explanation.explanation import Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.plan.step_parts import StepParts
+from tests.results.plan.test_render_plan import BIG
 
 BASE = Outcome(0.1, 0.01, 4 << 20, StepParts(compute=0.1), "2x2", measured_share=1.0)
 CHOSEN = Choice(

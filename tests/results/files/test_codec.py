@@ -19,10 +19,10 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.move import Move
 from autopar.core.placement import B, P, R, Shard
 from autopar.errors import InputError
-from autopar.results.codec import load, save
-from autopar.results.frontier import Frontier, Point
-from autopar.results.plan import Plan
-from autopar.results.step_parts import StepParts
+from autopar.results.files.codec import load, save
+from autopar.results.plan.frontier import Frontier, Point
+from autopar.results.plan.plan import Plan
+from autopar.results.plan.step_parts import StepParts
 
 X = torch.ones(8, 16)
 
@@ -77,7 +77,7 @@ def test_every_placement_is_read_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_format_before_is_read() -> None:
-    plan = Plan.load(Path(__file__).parent / "files" / "plan_format_1.json")
+    plan = Plan.load(Path(__file__).parent / "plan_format_1.json")
     assert plan.parts == StepParts() and plan.pipeline.num_stages == 2
     assert all(item.reason == "" for item in plan.alternatives)
     text = str(plan)  # prints what it knows: compute, communication, waits

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from autopar.errors import InputError
-from autopar.results.plan import Plan
-from autopar.results.schema import schema_of
-from tests.results.test_codec import plan_with
+from autopar.results.files.schema import schema_of
+from autopar.results.plan.plan import Plan
+from tests.results.files.test_codec import plan_with
 
 jsonschema = pytest.importorskip("jsonschema")
-OLD = Path(__file__).parent / "files" / "plan_format_1.json"
+OLD = Path(__file__).parent / "plan_format_1.json"
 Spoil = Callable[[dict[str, Any]], None]
 
 

@@ -8,12 +8,12 @@ from html import unescape
 import pytest
 
 from autopar.comparing.profile import Profile
-from autopar.results.comparison import Comparison
-from autopar.results.difference import difference
+from autopar.results.comparison.comparison import Comparison
+from autopar.results.difference.difference import difference
 from costdb.setting import Setting
-from tests.results.test_comparison import a_row
-from tests.results.test_render_explanation import FOUND
-from tests.results.test_render_plan import BIG
+from tests.results.comparison.test_comparison import a_row
+from tests.results.explanation.test_render_explanation import FOUND
+from tests.results.plan.test_render_plan import BIG
 
 RESULTS = (
     Comparison("<here>", None, (a_row("<data>", 1.0, None),), "<data>"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import InputError
-from autopar.results.whole_file import write_whole
+from autopar.results.files.whole_file import write_whole
 
 
 def test_a_link_beside_the_file_is_not_followed(tmp_path: Path) -> None:

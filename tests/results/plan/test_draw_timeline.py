@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import Beside, StageCost, Timeline
 from autopar.errors import InputError
-from autopar.results import draw_timeline
-from autopar.results.draw_timeline import perfetto, timeline_text, write_trace
+from autopar.results.plan import draw_timeline
+from autopar.results.plan.draw_timeline import perfetto, timeline_text, write_trace
 from autopar.schedules.orders import build_schedule
 from autopar.schedules.simulate import Receives, simulate
 from tests.schedules.test_simulate import cases

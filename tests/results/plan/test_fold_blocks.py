@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.results.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.fold_blocks import Block, Row, fold_rows
 
 
 def rows(*named: str) -> list[Row]:

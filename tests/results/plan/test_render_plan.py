@@ -12,11 +12,11 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import R, Shard
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
-from autopar.results.frontier import Frontier, Point
-from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
-from autopar.results.plan_words import operator_name
-from autopar.results.render_plan import plan_text
-from autopar.results.step_parts import StepParts
+from autopar.results.plan.frontier import Frontier, Point
+from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
+from autopar.results.plan.plan_words import operator_name
+from autopar.results.plan.render_plan import plan_text
+from autopar.results.plan.step_parts import StepParts
 
 LAYER = Layer(
     name="linear",

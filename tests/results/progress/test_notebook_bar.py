@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.results import notebook_bar as module
-from autopar.results.notebook_bar import RelayedBar, bar_html, notebook_bar, notebook_bar_of_workers
+from autopar.results.progress import notebook_bar as module
+from autopar.results.progress.notebook_bar import RelayedBar, bar_html, notebook_bar, notebook_bar_of_workers
 from autopar.trace.target import Target
 
 

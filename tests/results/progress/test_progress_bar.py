@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from autopar.results import progress_bar
-from autopar.results.progress_bar import EVERY, ProgressBar
+from autopar.results.progress import progress_bar
+from autopar.results.progress.progress_bar import EVERY, ProgressBar
 
 
 def test_a_line_is_written_every_so_often(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from autopar.results.text import as_text
-from autopar.results.wrapped_names import WrappedName, wrap_name
+from autopar.results.files.text import as_text
+from autopar.results.progress.wrapped_names import WrappedName, wrap_name
 
 NAME = "encoder.layers_of_the_left_tower.0.query"
 

@@ -9,10 +9,10 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
 from autopar.core.timeline import Moment, Phase, StageCost
-from autopar.results.frontier import Frontier, Point
-from autopar.results.measured_steps import MeasuredStep, MeasuredSteps
-from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
-from autopar.results.step_parts import StepParts
+from autopar.results.comparison.measured_steps import MeasuredStep, MeasuredSteps
+from autopar.results.plan.frontier import Frontier, Point
+from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
+from autopar.results.plan.step_parts import StepParts
 
 HOSTILE = '</title><script>alert(\'1\')</script>" onload="x" {{ 7 * 7 }} &amp; ' + "w" * 300
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.api import timeline
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.results.report.page import Beside, write_page
 from tests.results.report.read_page import at
 from tests.results.report.reported_plans import frontier, hostile, large, long, measured, staged, timed

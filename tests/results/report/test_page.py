@@ -14,7 +14,7 @@ import autopar
 from autopar.api import timeline
 from autopar.cli import main
 from autopar.errors import InputError
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.results.report.page import Beside, page
 from autopar.units import show_bytes, show_seconds
 from tests.results.report.read_page import at, read

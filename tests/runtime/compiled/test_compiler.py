@@ -15,8 +15,8 @@ from autopar.core.offload import Offload
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
 from autopar.errors import InputError
-from autopar.planning.options import PARALLELIZE, Options
-from autopar.planning.request import request_of
+from autopar.planning.asked.options import PARALLELIZE, Options
+from autopar.planning.asked.request import request_of
 from autopar.runtime.compiled.compiler import check_compiler, check_pipeline, check_program
 
 TWO = ClusterSpec.local(2)

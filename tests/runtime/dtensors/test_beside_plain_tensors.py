@@ -18,8 +18,8 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import Shard
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
+from autopar.runtime.dtensors.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

@@ -17,9 +17,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
+from autopar.runtime.dtensors import global_scalars
+from autopar.runtime.dtensors.global_scalars import _meshes, read_whole_scalars
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.parameters import global_scalars
-from autopar.runtime.parameters.global_scalars import _meshes, read_whole_scalars
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

@@ -18,17 +18,17 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.values import find_values
 from autopar.cost.stages.split_backward import splits_cleanly as planned_to_split
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import search
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build_stages
-from autopar.runtime.execute.executable import Executable
+from autopar.runtime.executable import Executable
 from autopar.runtime.execute.stage import splits_cleanly
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing
 from autopar.runtime.saved.split_backward import Between, Box
 from autopar.trace.export import Traced, trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 
 
 class Chain(nn.Module):

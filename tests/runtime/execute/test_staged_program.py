@@ -41,7 +41,7 @@ from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.parameters import local
 from autopar.schedules.fill_bubbles import order_of
-from autopar.trace.call_signature import flatten_arguments
+from autopar.trace.call.call_signature import flatten_arguments
 from autopar.trace.micro_batches import mask_seed
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler

@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.runtime.execute.unread_output import UnreadOutput
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.runtime.module.test_local_inputs import EXACT, Pools, costs, gap, on_ranks
+from tests.runtime.programs.test_local_inputs import EXACT, Pools, costs, gap, on_ranks
 
 assert costs  # a fixture
 

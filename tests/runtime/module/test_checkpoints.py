@@ -29,7 +29,7 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.user_tree import placed_trees
+from autopar.runtime.tree.user_tree import placed_trees
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]

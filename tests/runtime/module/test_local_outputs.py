@@ -18,7 +18,7 @@ from autopar.core.placement import R, Shard
 from autopar.errors import InputError
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.sampler import BatchSampler
-from tests.runtime.module.test_local_inputs import EXACT, Pools, costs, data, gap, local, make, on_ranks
+from tests.runtime.programs.test_local_inputs import EXACT, Pools, costs, data, gap, local, make, on_ranks
 
 assert costs  # a fixture
 

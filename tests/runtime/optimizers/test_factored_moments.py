@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime.module.factored_moments import _orders
+from autopar.runtime.optimizers.factored_moments import _orders
 from tests.pool import Pool
 from tests.runtime.module.test_checkpoints import LOSS, make_net, parallel, train
 
@@ -89,7 +89,7 @@ def test_factored_moments_go_to_the_serial_optimizer_and_back(
 def test_a_dim_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     order = {0: (0, 2, 1, 3), 1: tuple(range(4)), 2: tuple(range(3))}
     monkeypatch.setattr(
-        "autopar.runtime.module.factored_moments._parameter_orders",
+        "autopar.runtime.optimizers.factored_moments._parameter_orders",
         lambda parameter, _: [order[dim] for dim in range(parameter.dim())],
     )
 

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module.optimizers import _hooks, at_steps
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.optimizers.optimizers import _hooks, at_steps
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

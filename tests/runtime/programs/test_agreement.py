@@ -16,9 +16,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module.agreement import STRIDE, Agreement
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.call_signature import flatten_arguments
+from autopar.runtime.programs.agreement import STRIDE, Agreement
+from autopar.trace.call.call_signature import flatten_arguments
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.rewrite.render import describe
-from autopar.runtime.module.free_numbers import check_alike
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.numbers import NotFreeError, Numbers, computed, freed, marked
+from autopar.runtime.programs.free_numbers import check_alike
+from autopar.trace.reads.numbers import NotFreeError, Numbers, computed, freed, marked
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

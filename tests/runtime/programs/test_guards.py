@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.attribute_reads import recording
+from autopar.runtime.programs.guards import Guard
 from autopar.trace.export import trace
+from autopar.trace.reads.attribute_reads import recording
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ForcedCompiler, forced_compiler
 

@@ -16,11 +16,11 @@ from torch._subclasses import FakeTensorMode
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.rewrite.render import describe
-from autopar.runtime.module import program_cache
-from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.program_cache import Entry, ProgramCache
-from autopar.trace.call_signature import flatten_arguments
+from autopar.runtime.programs import program_cache
+from autopar.runtime.programs.guards import Guard
+from autopar.runtime.programs.program_cache import Entry, ProgramCache
+from autopar.trace.call.call_signature import flatten_arguments
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError
 from autopar.proof.precision import copy_model
-from autopar.runtime.module import call_programs
+from autopar.runtime.programs import call_programs
 from tests.pool import Pool
 from tests.trace.graph_nets import (
     CLASSES,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from autopar.errors import InputError
-from autopar.runtime.module import serial_model
+from autopar.runtime.tree import serial_model
 
 
 def test_a_lazy_module_is_refused_by_name_until_it_was_called() -> None:

@@ -16,12 +16,12 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import axes_alike
+from autopar.solve.assignment.memory_frontier import Priced
+from autopar.solve.assignment.search import choose
+from autopar.solve.assignment.symmetry import axes_alike
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import DEVICE, BruteForce, blocks, chain, random_prices, small_space, unfolded
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from autopar.solve.placement.multipliers import Line, MultiplierSearch, highest, line_of
+from autopar.solve.assignment.multipliers import Line, MultiplierSearch, highest, line_of
 
 
 def assignments(seed: int) -> list[Line]:

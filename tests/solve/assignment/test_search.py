@@ -15,15 +15,15 @@ from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
+from autopar.solve.assignment import search
+from autopar.solve.assignment.least_memory import least
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.choices.space import build_space
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram, SolverAnswer
-from autopar.solve.placement import search
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.least_memory import least
-from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.solution import CutoffError, Solution
-from autopar.solve.placement.space import build_space
+from autopar.solve.program.solution import CutoffError, Solution
 from tests.solve.brute_force import blocks, chain, random_prices, scores, small_space, unfolded
 
 CLOSE = 1e-6

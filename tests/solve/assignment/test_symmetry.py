@@ -17,11 +17,11 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement import symmetry
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named, forget, unlike
+from autopar.solve.assignment import symmetry
+from autopar.solve.assignment.search import choose
+from autopar.solve.assignment.symmetry import WORTH, axes_alike, choose_named, forget, unlike
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.space import build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import DEVICE, branches, chain, unfolded
 

@@ -16,14 +16,14 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import axes_alike, forget
-from autopar.solve.placement.written_programs import WrittenPrograms
+from autopar.solve.assignment.symmetry import axes_alike, forget
+from autopar.solve.assignment.written_programs import WrittenPrograms
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.choices.space import build_space
+from autopar.solve.program.problem import Problem
+from tests.solve.assignment.test_symmetry import GPU, ONE_NODE
 from tests.solve.brute_force import branches, chain
-from tests.solve.placement.test_symmetry import GPU, ONE_NODE
 
 UNDER = {"shown": 0.5, "credit": 0.25}
 HOW: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.convert.network import Network, paths, priced
 from autopar.core.placement import B, P, R, Shard
-from autopar.solve.placement.conversion_trees import cheapest_tree, tree_seconds
+from autopar.solve.choices.conversion_trees import cheapest_tree, tree_seconds
 
 PLACEMENTS = ((R, P, B, Shard(0)), (R, Shard(0)))
 

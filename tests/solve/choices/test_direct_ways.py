@@ -11,17 +11,17 @@ import pytest
 
 from autopar.core.graph import Graph
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.solve.assignment.symmetry import axes_alike, forget
+from autopar.solve.choices.direct_ways import ways
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.space import build_space
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.placement import problem as written
-from autopar.solve.placement.decode import is_whole, read
-from autopar.solve.placement.direct_ways import ways
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import axes_alike, forget
+from autopar.solve.program import problem as written
+from autopar.solve.program.decode import is_whole, read
+from autopar.solve.program.problem import Problem
+from tests.solve.assignment.test_written_programs import prices_of
 from tests.solve.brute_force import branches, chain
-from tests.solve.placement.test_written_programs import prices_of
 
 
 def answered(graph: Graph, *, named: bool, cap: int | None) -> tuple[Problem, SolverAnswer]:

@@ -13,7 +13,7 @@ from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.fold import Folding, _longest_run, fold
+from autopar.solve.choices.fold import Folding, _longest_run, fold
 from tests.proof.models import Script
 from tests.solve.brute_force import blocks
 

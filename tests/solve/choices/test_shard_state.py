@@ -17,8 +17,8 @@ from autopar.core.graph import InputKind
 from autopar.core.move import Move
 from autopar.core.placement import B, P, Shard
 from autopar.errors import InfeasibleError, InputError
-from autopar.results.plan import Plan
-from autopar.solve.placement.shard_state import gathering_notes
+from autopar.results.plan.plan import Plan
+from autopar.solve.choices.shard_state import gathering_notes
 from autopar.trace.export import trace
 from autopar.trace.target import Target
 

@@ -13,7 +13,7 @@ from autopar.core.strategy import GATHERED, UNSUMMED, Strategy
 from autopar.cost.operators.prices import Price, Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
-from autopar.solve.placement.space import undominated
+from autopar.solve.choices.space import undominated
 from tests.proof.models import Script
 from tests.solve.brute_force import chain, random_prices
 

@@ -26,6 +26,8 @@ from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.space import build_space
 from autopar.solve.memory import offload
 from autopar.solve.memory.offload import (
     fit_by_offload,
@@ -35,8 +37,6 @@ from autopar.solve.memory.offload import (
     overlapped,
 )
 from autopar.solve.memory.recompute import fit
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (
     DEVICE,

@@ -24,13 +24,13 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import recompute_seconds, shares
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.schedules.in_flight import scheduled
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.space import build_space
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.solution import Solution
-from autopar.solve.placement.space import build_space
+from autopar.solve.program.solution import Solution
 from autopar.solve.stages.cut_search import best, cut_at, cuts, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script

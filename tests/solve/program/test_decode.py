@@ -13,9 +13,9 @@ from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import P, R, Shard
-from autopar.solve.placement.decode import _moves_of, _reach, _regather_seconds
-from autopar.solve.placement.memory_price import FREE
-from autopar.solve.placement.problem import Problem
+from autopar.solve.choices.memory_price import FREE
+from autopar.solve.program.decode import _moves_of, _reach, _regather_seconds
+from autopar.solve.program.problem import Problem
 from tests.solve.brute_force import chain, random_prices, small_space, unfolded
 from tests.solve.gatherings import EveryGathering
 

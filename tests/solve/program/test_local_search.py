@@ -11,11 +11,11 @@ import pytest
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
-from autopar.solve.placement import local_search
-from autopar.solve.placement.local_search import Candidate, search_locally
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
+from autopar.solve.assignment.search import choose
+from autopar.solve.choices.space import build_space
+from autopar.solve.program import local_search
+from autopar.solve.program.local_search import Candidate, search_locally
+from autopar.solve.program.problem import Problem
 from tests.solve.brute_force import random_prices, scores, unfolded
 
 

@@ -12,10 +12,10 @@ import torch
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.cost.operators.prices import Prices
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.choices.space import build_space
 from autopar.solve.highs import solve
-from autopar.solve.placement.memory_price import MemoryPrice
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import build_space
+from autopar.solve.program.problem import Problem
 from tests.proof.models import Script
 from tests.solve.brute_force import random_prices, unfolded
 

@@ -19,13 +19,13 @@ from autopar.core.recompute import Segment
 from autopar.cost.program.peak_memory import Replay
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
+from autopar.solve.choices.fold import fold
+from autopar.solve.choices.space import Space, build_space
+from autopar.solve.choices.tensor_classes import Use
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram, Terms
-from autopar.solve.placement.decode import Choices, decoded, read
-from autopar.solve.placement.fold import fold
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.space import Space, build_space
-from autopar.solve.placement.tensor_classes import Use
+from autopar.solve.program.decode import Choices, decoded, read
+from autopar.solve.program.problem import Problem
 from tests.proof.models import Script, draw_trained
 from tests.solve.brute_force import GRAPHS, random_prices, unfolded
 

@@ -14,7 +14,7 @@ from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.schedules.in_flight import scheduled
-from autopar.solve.placement.search import choose
+from autopar.solve.assignment.search import choose
 from autopar.solve.stages.cut_search import cut
 from autopar.solve.stages.joint_bound import ExchangeTables
 from autopar.solve.stages.step import step_weight

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.stages.intervals import Intervals
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.stages.cut_costs import CutProblem
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from tests.solve.stages.test_cut_search import random_table, schedule_of

@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.schedule import ScheduleKind
-from autopar.results.plan import Plan
+from autopar.results.plan.plan import Plan
 from autopar.solve.stages.refine import Refinement
 from autopar.solve.stages.step import Step
 from examples.characters import gpt

@@ -20,7 +20,7 @@ from autopar.cost.program.recompute import shares
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import flight, scheduled
-from autopar.solve.placement.solution import Solution
+from autopar.solve.program.solution import Solution
 from autopar.solve.stages.cut_search import cut_at, recomputing_bound
 from autopar.solve.stages.step import Step, staged, step_weight
 from tests.solve.brute_force import blocks

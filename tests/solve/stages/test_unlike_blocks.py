@@ -12,8 +12,8 @@ from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.request import Request
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.step import Step, unstaged
 from autopar.solve.stages.unlike_blocks import excess, seams, turned

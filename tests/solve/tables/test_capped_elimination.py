@@ -17,17 +17,17 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
-from autopar.solve.placement.capped_elimination import CappedElimination, eliminated_under
-from autopar.solve.placement.choice_tables import Kept, WideError
-from autopar.solve.placement.memory_tables import Chosen, MemoryTables, RowPrices
-from autopar.solve.placement.priced_elimination import program_of
-from autopar.solve.placement.solution import CutoffError
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import choose_named
+from autopar.solve.assignment.symmetry import choose_named
+from autopar.solve.choices.space import build_space
+from autopar.solve.program.solution import CutoffError
+from autopar.solve.tables.capped_elimination import CappedElimination, eliminated_under
+from autopar.solve.tables.choice_tables import Kept, WideError
+from autopar.solve.tables.memory_tables import Chosen, MemoryTables, RowPrices
+from autopar.solve.tables.priced_elimination import program_of
 from tests.proof.models import Script
 from tests.solve.brute_force import BruteForce, branches, chain, random_prices, small_space, twice, unfolded
-from tests.solve.placement.test_elimination import large_tables, prices_of
-from tests.solve.placement.test_saved_variables import CLOSE, MADE, Watched
+from tests.solve.program.test_saved_variables import CLOSE, MADE, Watched
+from tests.solve.tables.test_elimination import large_tables, prices_of
 
 __all__ = ["large_tables"]
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def test_a_plan_under_a_cap_that_binds_is_close_to_the_bound(monkeypatch: pytest
     space = build_space(graph, prices, folding)
     free = choose_named(graph, prices, space, folding, cap=None, **ANYHOW)  # type: ignore[arg-type]
     cap = int(0.85 * free.peak.nbytes)
-    monkeypatch.setattr("autopar.solve.placement.symmetry.LONG", 0)
+    monkeypatch.setattr("autopar.solve.assignment.symmetry.LONG", 0)
     found = choose_named(graph, prices, space, folding, cap=cap, **ANYHOW)  # type: ignore[arg-type]
     assert free.seconds < found.bound <= found.seconds < 1.05 * found.bound
     assert found.peak.nbytes <= cap

@@ -21,16 +21,16 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement import choice_tables, elimination
-from autopar.solve.placement.choice_tables import ChoiceTables, Table, WideError
-from autopar.solve.placement.elimination import cheapest_program, least
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import choose_named
-from autopar.solve.placement.written_programs import WrittenPrograms
+from autopar.solve.assignment.search import choose
+from autopar.solve.assignment.symmetry import choose_named
+from autopar.solve.assignment.written_programs import WrittenPrograms
+from autopar.solve.choices.space import build_space
+from autopar.solve.tables import choice_tables, elimination
+from autopar.solve.tables.choice_tables import ChoiceTables, Table, WideError
+from autopar.solve.tables.elimination import cheapest_program, least
+from tests.solve.assignment.test_symmetry import GPU, ONE_NODE
+from tests.solve.assignment.test_written_programs import UNDER
 from tests.solve.brute_force import BruteForce, branches, chain, random_prices, small_space, unfolded
-from tests.solve.placement.test_symmetry import GPU, ONE_NODE
-from tests.solve.placement.test_written_programs import UNDER
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_wide_graphs_are_left_to_the_integer_program(monkeypatch: pytest.MonkeyP
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
     ask = {"cap": None, "gap": 1e-9, "time_limit": None, "bounded": True}
-    monkeypatch.setattr("autopar.solve.placement.symmetry.LONG", 0)
+    monkeypatch.setattr("autopar.solve.assignment.symmetry.LONG", 0)
     exact = choose_named(graph, prices, space, folding, **ask)  # type: ignore[arg-type]
     assert exact.status == "optimal" and exact.gap == pytest.approx(0, abs=1e-9)
     for module, limit in (

@@ -16,22 +16,22 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.assignment import least_memory, symmetry
+from autopar.solve.assignment.least_memory import least as least_bytes
+from autopar.solve.assignment.search import choose
+from autopar.solve.assignment.symmetry import choose_named
+from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.space import build_space
 from autopar.solve.highs import solve
-from autopar.solve.placement import least_memory, symmetry
-from autopar.solve.placement.elimination import least
-from autopar.solve.placement.least_memory import least as least_bytes
-from autopar.solve.placement.memory_price import FREE, MemoryPrice
-from autopar.solve.placement.memory_tables import MemoryTables
-from autopar.solve.placement.priced_elimination import eliminated_at
-from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import choose
-from autopar.solve.placement.solution import Solution
-from autopar.solve.placement.space import build_space
-from autopar.solve.placement.symmetry import choose_named
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.solution import Solution
+from autopar.solve.tables.elimination import least
+from autopar.solve.tables.memory_tables import MemoryTables
+from autopar.solve.tables.priced_elimination import eliminated_at
+from tests.solve.assignment.test_symmetry import GPU, ONE_NODE
 from tests.solve.brute_force import chain, unfolded
-from tests.solve.placement.test_capped_elimination import deep
-from tests.solve.placement.test_elimination import large_tables
-from tests.solve.placement.test_symmetry import GPU, ONE_NODE
+from tests.solve.tables.test_capped_elimination import deep
+from tests.solve.tables.test_elimination import large_tables
 
 __all__ = ["large_tables"]
 PRICES = [FREE, MemoryPrice(1e-12, 1e-12), MemoryPrice(1e-9, 3e-9), MemoryPrice(1e-6)]

@@ -17,16 +17,16 @@ from autopar.core.graph import InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P
 from autopar.errors import TraceError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import Report, check
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import SampleFlow
 from autopar.sharding.strategies import find_atoms, options_of
-from autopar.trace.custom_operator import CUSTOM, call_at
+from autopar.trace.backwards.custom_operator import CUSTOM, call_at
 from autopar.trace.export import trace
-from autopar.trace.simplify import only_loss
+from autopar.trace.forms.simplify import only_loss
 from autopar.trace.target import Target, load_target
-from tests.trace.custom_backward_models import Flip, Net, made
+from tests.trace.backwards.custom_backward_models import Flip, Net, made
 
 MODELS = Path(__file__).parent / "custom_backward_models.py"
 CUT = [

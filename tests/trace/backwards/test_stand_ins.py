@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
-from autopar.trace import stand_ins
-from autopar.trace.custom_operator import Run
+from autopar.trace.backwards import stand_ins
+from autopar.trace.backwards.custom_operator import Run
 
 Backward = Callable[[Any, Tensor], Any]
 SHAPE = (8, 6, 5)

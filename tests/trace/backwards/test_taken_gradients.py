@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import check
 from autopar.trace.export import trace
 from autopar.trace.target import Target

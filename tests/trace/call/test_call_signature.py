@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 
 from autopar.errors import InputError, TraceError
-from autopar.trace.call_signature import (
+from autopar.trace.call.call_signature import (
     flatten_arguments,
     flatten_results,
     leaves_out_loss,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import autopar.ops  # noqa: F401  (registers every family)
-from autopar.trace.grouped_products import GROUPED_MM
+from autopar.trace.forms.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
 ENDS = torch.tensor([2, 2, 10], dtype=torch.int32)  # the second group is empty

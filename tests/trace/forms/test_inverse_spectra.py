@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.proof.check import check
-from autopar.trace.inverse_spectra import inverse_spectra
+from autopar.trace.forms.inverse_spectra import inverse_spectra
 from autopar.trace.target import Target
 
 WINDOW = torch.hann_window(8, dtype=torch.float64)

@@ -18,9 +18,9 @@ from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError
 from autopar.sharding.rule import RULES, Sample
-from autopar.trace.autocast import Autocast, Casting, UncastError, casted, map_specs
-from autopar.trace.custom_operator import CUSTOM
+from autopar.trace.backwards.custom_operator import CUSTOM
 from autopar.trace.export import trace
+from autopar.trace.forward.autocast import Autocast, Casting, UncastError, casted, map_specs
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -18,13 +18,13 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
-from autopar.planning.request import Request
+from autopar.planning.asked.request import Request
 from autopar.planning.search import search
 from autopar.proof.check import check
 from autopar.proof.verify import verify_simulated
-from autopar.results.plan import Plan
-from autopar.trace.checkpoint_regions import inlined
+from autopar.results.plan.plan import Plan
 from autopar.trace.export import trace
+from autopar.trace.forward.checkpoint_regions import inlined
 from autopar.trace.target import Target
 
 TWO = ClusterSpec(devices_per_node=2, device="h100", intra=Link(2e-6, 450e9))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.trace.call.user_source import user_line
 from autopar.trace.export import trace
-from autopar.trace.user_source import user_line
 
 
 class Dropping(nn.Module):

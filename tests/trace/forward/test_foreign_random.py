@@ -17,8 +17,8 @@ from numpy.random import uniform
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import foreign_random
 from autopar.trace.export import trace
+from autopar.trace.forward import foreign_random
 
 OWN = random.Random(3)
 NUMPYS_OWN = np.random.default_rng(3)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.attribute_reads import recording
 from autopar.trace.export import trace
-from autopar.trace.inference_mode import counting_writes
+from autopar.trace.forward.inference_mode import counting_writes
+from autopar.trace.reads.attribute_reads import recording
 
 
 class Net(nn.Module):

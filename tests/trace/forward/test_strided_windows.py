@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.trace.export import trace
-from autopar.trace.strided_windows import windows
+from autopar.trace.forward.strided_windows import windows
 from autopar.trace.target import Target
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.attribute_reads import recording
-from autopar.trace.code_names import names_in
-from autopar.trace.code_that_ran import code_that_runs
-from autopar.trace.eager_answers import NOTE
 from autopar.trace.export import trace
-from autopar.trace.reachable_state import Reachable
+from autopar.trace.reads.attribute_reads import recording
+from autopar.trace.reads.code_names import names_in
+from autopar.trace.reads.code_that_ran import code_that_runs
+from autopar.trace.reads.reachable_state import Reachable
+from autopar.trace.state.eager_answers import NOTE
 from tests.border import settings
 
 X = torch.ones(4, 6)

@@ -14,9 +14,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, options_of
-from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from tests.proof.models import Model, serial
 from tests.trace.graph_nets import VERTICES, edges
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
 from autopar.trace.export import trace
-from autopar.trace.routed_products import ROUTED_MM
+from autopar.trace.rewrites.routed_products import ROUTED_MM
 from autopar.trace.target import Target
 
 aten = torch.ops.aten

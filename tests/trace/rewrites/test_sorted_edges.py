@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.core.graph import Graph, Ref
-from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from tests.proof.models import Model, serial
 from tests.trace.graph_nets import VERTICES, edges
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.module.guards import Guard
-from autopar.trace.attribute_reads import recording
+from autopar.runtime.programs.guards import Guard
 from autopar.trace.export import trace
+from autopar.trace.reads.attribute_reads import recording
 
 
 class OfKinds(nn.Module):

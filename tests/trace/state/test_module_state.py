@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from autopar.core.graph import InputKind
 from autopar.errors import InputError, TraceError
-from autopar.trace.attribute_reads import recording
 from autopar.trace.export import trace
-from autopar.trace.inside import Inside
+from autopar.trace.reads.attribute_reads import recording
+from autopar.trace.reads.inside import Inside
 
 
 class Layer(nn.Module):

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace.attribute_reads import Reads, recording
 from autopar.trace.export import Traced, trace
-from autopar.trace.input_values import changed
+from autopar.trace.reads.attribute_reads import Reads, recording
+from autopar.trace.values.input_values import changed
 
 X = torch.randn(4, 6)
 MASK, NONE = torch.tensor([True, False, False, True]), torch.zeros(4, dtype=torch.bool)

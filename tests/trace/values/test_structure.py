@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autopar.core.graph import InputKind, Operator, map_refs
 from autopar.errors import InputError, TraceError, ValuesAskedError
-from autopar.trace.edge_operators import PLACE
 from autopar.trace.export import Traced, trace
-from autopar.trace.sparse_products import PRODUCT
+from autopar.trace.forms.sparse_products import PRODUCT
+from autopar.trace.rewrites.edge_operators import PLACE
 from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, WeightedLayer, adjacency, edges
 
 aten = torch.ops.aten
