@@ -38,6 +38,7 @@ from autopar.trace.call.call_signature import (
     loss_notes,
     refuse_changed,
     refuse_filled,
+    refuse_reshaped,
     refuse_sparse,
     split_for_loss,
 )
@@ -192,6 +193,7 @@ class _Flat(nn.Module):
         try:
             output = self._output(called, fakes, reads)
             refuse_changed(self.arguments, passed, called)
+            refuse_reshaped(self.arguments, whole)
             beside = [*made.check(), *outside.left(reads.has)]
         finally:
             outside.restore()

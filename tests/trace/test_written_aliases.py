@@ -110,6 +110,43 @@ def test_a_write_to_another_view_that_no_schema_tells_of_is_refused_where_its_ar
         trace(Written(OTHERS[name]), (torch.randn(6, 6),))
 
 
+SHAPED: dict[str, Callable[[Tensor], Any]] = {
+    "a dim more": lambda h: h.unsqueeze_(1),
+    "a dim less": lambda h: h.unsqueeze_(0).squeeze_(),
+    "one dim less": lambda h: h.unsqueeze_(0).squeeze_(0),
+    "transposed": lambda h: h.t_(),
+    "two dims changed": lambda h: h.unsqueeze_(1).transpose_(0, 2),
+}
+
+
+class Shaped(nn.Module):
+    """Changes the shape of what it made, of a buffer or of its input, and goes on with that."""
+
+    def __init__(self, function: Callable[[Tensor], Any], of: str = "its own") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.function, self.of = nn.Linear(6, 6), function, of
+        self.register_buffer("table", torch.ones(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        y = {"its own": h * 2, "a buffer": self.table, "its input": x}[self.of]
+        self.function(y)
+        return y.add_(1).square().sum() + (h * y.reshape(h.shape).tanh()).sum()
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_changes_its_shape_in_place_is_a_view_from_there_on(name: str) -> None:
+    check_against_serial(Shaped(SHAPED[name]), Mesh((2,)), torch.randn(6, 6), by=in_batches)
+
+
+@pytest.mark.parametrize("of", ["a buffer", "its input"])
+def test_the_shapes_of_inputs_and_buffers_stay(of: str) -> None:
+    with pytest.raises(TraceError, match=r"input .*(input_0|table)") as told:
+        trace(Shaped(SHAPED["a dim more"], of), (torch.randn(6, 6),))
+    assert "unsqueeze(0)" in str(told.value)
+
+
 def _sharing(results: Any, given: list[Tensor]) -> list[list[bool]]:
     """Which results share memory with which of the arguments."""
     return [

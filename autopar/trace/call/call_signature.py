@@ -167,6 +167,18 @@ def refuse_changed(arguments: Arguments, before: Sequence[Any], after: Any) -> N
         )
 
 
+def refuse_reshaped(arguments: Arguments, after: Sequence[torch.Tensor]) -> None:
+    """Raise TraceError where forward has changed the shape of an input itself, as by `unsqueeze_`."""
+    for path, given, now in zip(arguments.paths, arguments.tensors, after, strict=True):
+        if given.shape != now.shape:
+            raise TraceError(
+                where=f"input {path}",
+                found=f"a forward that makes its shape {list(now.shape)} in place, of {list(given.shape)}",
+                wanted="inputs that stay as they are",
+                remedy="let forward take a view of it: x = x.unsqueeze(0), not x.unsqueeze_(0)",
+            )
+
+
 def refuse_filled(arguments: Arguments) -> None:
     """Raise InputError for an argument into which forward has put tensors, as into a cache of keys."""
     for constant in arguments.constants:

@@ -269,6 +269,7 @@ class GraphBuilder:
         args, kwargs = self.graph.value(node.args), self.graph.value(node.kwargs)
         self.check_dense_gradient(node, target, args, kwargs)
         _refuse_memory_order(node, target)
+        target = self.in_place.viewed(node, target, args)
         if self.kept.concerns(target, args, kwargs):
             write = partial(self.write, grad=grad)
             self.graph.env[node] = self.kept.read(node, target, args, kwargs, write)

@@ -1,6 +1,7 @@
 """In-place writes told as single assignments: from the write on, the tensor means what was written.
 
     x.add_(y); use(x)          -->  x_1 = add(x, y); use(x_1)
+    x.unsqueeze_(0); use(x)    -->  x_1 = unsqueeze(x, 0); use(x_1)
     x[a:b].mul_(2); use(x)     -->  v = slice(x, a, b); v_1 = mul(v, 2)
                                     x_1 = slice_scatter(x, v_1, a, b); use(x_1)
     x.view(-1).mul_(2); use(x)     v_1 = mul(view(x, -1), 2); x_1 = reshape(v_1, x's shape); use(x_1)
@@ -20,6 +21,7 @@ from torch import fx
 
 from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.trace.forms.call_forms import functional
 from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
@@ -30,6 +32,22 @@ class InPlaceWrites:
 
     def __init__(self, graph: WrittenGraph) -> None:
         self._graph = graph
+
+    def viewed(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> Any:
+        """The view that an operator gives which changes a tensor's shape in place: later uses are its own.
+
+        Raises TraceError for the shape of an input, which a program leaves as it is.
+        """
+        if torch.Tag.inplace_view not in getattr(target, "tags", ()) or (view := functional(target)) is None:
+            return target
+        if args[0].name in self._graph.inputs:
+            raise refused(
+                node,
+                f"{target}, which changes the shape of the input {args[0].name} itself",
+                "a view of it",
+                "leave out the underscore: x = x.unsqueeze(0)",
+            )
+        return view
 
     def written(
         self,
