@@ -275,6 +275,7 @@ def test_a_vacuous_proof_exits_with_1_and_says_so(
 STAGED = ("--stages", "2", "--micro-batches", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -578,6 +579,7 @@ def test_what_hides_is_offloaded_under_a_cap_that_asks_for_it(
     assert not command(capsys, *words, str(fast), "--memory", "1GB")[1]["offload"]["tensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpipe", "interleaved"))]
 )
@@ -700,6 +702,7 @@ def test_bad_options_exit_with_2_and_say_what_was_found(
     assert found in error_of(capsys, *words)["found"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "found", "wanted"),
     [

@@ -436,6 +436,7 @@ def _returns_the_strips_gradient() -> bool:
     return _add_up(forget=False)
 
 
+@pytest.mark.slow
 def test_a_halo_whose_gradient_stays_is_caught(pools: Callable[[int], Pool]) -> None:
     assert pools(2).run(_returns_the_strips_gradient) == [True, True]
     assert pools(2).run(_forgets_the_strips_gradient) == [False, False]

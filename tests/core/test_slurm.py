@@ -76,6 +76,7 @@ def test_nodes_with_unequally_many_tasks_are_refused() -> None:
         torchrun_variables(TASK | {"SLURM_TASKS_PER_NODE": "4,2"})
 
 
+@pytest.mark.slow
 def test_tasks_of_slurm_join_one_group() -> None:
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK"))}
     job = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost"}

@@ -141,6 +141,7 @@ def test_each_other_plan_has_a_share_of_the_time_that_is_left() -> None:
     assert replace(asked, until=time.monotonic()).is_over
 
 
+@pytest.mark.slow
 def test_equal_layers_are_pinned_together_and_ways_that_are_forbidden_say_so() -> None:
     (layer,) = tight().layers
     assert len(layer.equal) == 2  # the first block reads an input that needs no gradient

@@ -129,6 +129,7 @@ def by_hand(folder: Path, serial: bool) -> Any:
         return logged, torch.cat(run.predict(module, loader(20, 2))).flatten().tolist()
 
 
+@pytest.mark.slow
 def test_steps_by_hand_and_metrics_are_those_of_one_process(pools: Pools) -> None:
     theirs, ours = beside_serial(pools, by_hand)
     assert ours[0] == pytest.approx(theirs[0], abs=EXACT) and ours[0]["count"] == 3

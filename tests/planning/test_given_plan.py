@@ -133,6 +133,7 @@ def searches(options: Options) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_a_chosen_pipeline_is_searched_once(pools: Pools) -> None:
     found = pools(2).run(searches, {"stages": 2, "micro_batches": "auto"})
     assert found == [["find_pipeline"], []]

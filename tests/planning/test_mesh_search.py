@@ -180,6 +180,7 @@ def forced_plans(stages: int, kinds: Sequence[ScheduleKind]) -> Iterator[float]:
             yield found_for(**asked).plan.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "kinds"),
     [(1, KINDS[:1]), (2, KINDS), pytest.param(2, tuple(ScheduleKind), marks=pytest.mark.long)],

@@ -51,6 +51,7 @@ def graph_of(micro_batches: int) -> Graph:
     return only_loss(trace(model, (tokens, tokens), {}).graph)
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> None:
     """Over slow links stages pay, and splitting every layer doesn't."""
     chosen = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan

@@ -95,6 +95,7 @@ def test_parameter_bytes_of_the_programs_are_the_plans() -> None:
         )
 
 
+@pytest.mark.slow
 def test_parameter_bytes_of_stages_are_the_plans() -> None:
     model, tokens = small_gpt(blocks=4)
     options: dict[str, Any] = {"mesh": "2", "stages": 2, "schedule": "1f1b"}

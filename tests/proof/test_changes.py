@@ -56,6 +56,7 @@ def test_every_change_of_what_forward_reads_is_followed_and_taken_back() -> None
     assert [{**vars(module)} for module in model.modules()] == before
 
 
+@pytest.mark.slow
 def test_a_change_that_no_guard_notices_is_told() -> None:
     torch.manual_seed(0)
     report = report_of(Hiding())

@@ -92,6 +92,7 @@ def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, process
     assert report.passed, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [False, True])
 def test_tables_that_the_first_call_makes_are_no_state(processes: bool) -> None:
     assert checked("sloped", 2, force="batch", processes=processes).passed
@@ -127,6 +128,7 @@ def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
     assert report.passed, report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_new_tensors_in_the_places_of_buffers_are_kept(micro_batches: int, processes: bool) -> None:

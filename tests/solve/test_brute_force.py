@@ -128,6 +128,7 @@ def test_the_least_memory_is_sought_when_somebody_reads_it(monkeypatch: pytest.M
     assert choose(graph, prices, space, unfolded(graph), cap=minimum).peak.nbytes <= minimum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.long)])
 def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     monkeypatch: pytest.MonkeyPatch, share: float

@@ -22,6 +22,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [*SMALL, *(pytest.param(case, marks=pytest.mark.long) for case in cases())],

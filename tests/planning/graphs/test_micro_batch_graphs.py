@@ -301,6 +301,7 @@ def by_words(encoder: Any, head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(head(states).flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow
 def test_sequences_with_time_first_are_cut_by_samples() -> None:
     """[time, samples, features], as nn.LSTM and nn.TransformerEncoder take them by default."""
     for encoder in (nn.LSTM(6, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0)):
@@ -369,6 +370,7 @@ def test_where_the_graph_does_not_tell_the_user_is_asked() -> None:
         assert len(str(error.value)) <= 400
 
 
+@pytest.mark.slow
 def test_of_one_graph_no_dims_are_asked_for_that_are_refused_next() -> None:
     x, y = torch.randn(4, 6).double(), torch.arange(4) % 3
     for forward in (neighbours, of_neighbours):

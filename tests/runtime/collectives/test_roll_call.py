@@ -56,6 +56,7 @@ def run(folder: Path, text: str, begin: str = BEGIN) -> tuple[int, str, float]:
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALONE]
 )

@@ -182,6 +182,7 @@ def _all(kinds: list[str]) -> None:
         _refused()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["batch"], ["filter"]])
 def test_plain_tensors_beside_parameters_are_whole(kinds: list[str], pools: Callable[[int], Pool]) -> None:
     pools(2).run(_all, kinds)

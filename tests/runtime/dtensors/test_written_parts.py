@@ -206,6 +206,7 @@ def _in_blocks() -> None:
             draw()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["batch"], ["filter"]])
 def test_parameters_are_written_in_part_as_serially(kinds: list[str], pools: Callable[[int], Pool]) -> None:
     pools(2).run(_alike, kinds)

@@ -178,6 +178,7 @@ def _fails(plan: str) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -73,6 +73,7 @@ def _evaluating(case: str) -> None:
     _called(case, training=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b", pytest.param("zbv x filter", marks=pytest.mark.long)])
 def test_a_call_gives_the_serial_outputs_of_the_whole_batch(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _training)

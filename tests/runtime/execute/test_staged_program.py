@@ -404,6 +404,7 @@ def _shapes(case: str) -> None:
     assert gap(ours.state_dict(), serial.state_dict()) < EXACT
 
 
+@pytest.mark.slow
 @two_cases
 def test_another_batch_size_runs_other_programs(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _shapes)
@@ -514,6 +515,7 @@ def _check_tensors(ours: ParallelModule, serial: nn.Module, allowed: float) -> N
 SINGLE, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b", pytest.param("1f1b x filter", marks=pytest.mark.long)])
 def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, pools: Pools) -> None:
     conversions = [("deep", SINGLE), ("first", SINGLE), ("", DOUBLE), ("norm", SINGLE), ("", SINGLE)]
@@ -523,6 +525,7 @@ def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, p
     assert held[0] | held[-1] == {*Mixed().state_dict()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b", pytest.param("zb1p x batch", marks=pytest.mark.long)])
 def test_a_buffer_of_a_later_stage_is_converted_for_all(case: str, pools: Pools) -> None:
     conversions = [("centre", SINGLE), ("norm.num_batches_tracked", torch.int32), ("centre", DOUBLE)]

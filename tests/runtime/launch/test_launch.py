@@ -281,6 +281,7 @@ def test_ranks_that_are_just_being_started_are_ended(write: Write, monkeypatch: 
     assert not [thread for thread in threading.enumerate() if "TailLog" in thread.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
 )

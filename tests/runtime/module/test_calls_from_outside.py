@@ -83,6 +83,7 @@ def _methods() -> None:
     assert type(ours).__name__ == "Speaker"  # as libraries write it into files
 
 
+@pytest.mark.slow
 def test_generation_token_by_token_is_refused_and_shown_a_way(pools: Pools) -> None:
     pools(2).run(_methods)
 

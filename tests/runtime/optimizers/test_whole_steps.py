@@ -176,6 +176,7 @@ def _state_gap(mine: optim.Optimizer, theirs: optim.Optimizer) -> float:
 LONG = ("batch x filter", "stages of filters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=[pytest.mark.long] if plan in LONG else []) for plan in PLANS]
 )

@@ -117,6 +117,7 @@ def test_each_level_takes_less_memory_than_the_one_before() -> None:
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
 
+@pytest.mark.slow
 def test_under_a_cap_weights_are_gathered_again_where_nothing_else_fits() -> None:
     kept, again = (planned(level, force="batch") for level in ("gradients", "weights"))
     cap = (kept.peak_bytes + again.peak_bytes) // 2

@@ -254,6 +254,7 @@ def test_a_copy_that_is_mostly_latency_is_not_made() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize(
     "bandwidth", [pytest.param(1e5, marks=pytest.mark.long), 1e7, pytest.param(1e9, marks=pytest.mark.long)]

@@ -127,6 +127,7 @@ def test_of_equal_parts_the_dearest_are_given_up(costliest: int) -> None:
         assert found.program.recompute == tuple(others[:left]) and found.peak.nbytes == cap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [chain, *(pytest.param(make, marks=LATER) for make in (normalised, scores))])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LATER) for seed in range(1, 8))])
 def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
@@ -213,6 +214,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
     assert sum(slower) / len(slower) <= WITHIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
 @pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=LATER) for seed in (0, 2, 3))])

@@ -45,6 +45,7 @@ def prices_of(dims: Dims) -> Prices:
     return Prices(dims.graph, dims, ClusterSpec.local(dims.mesh.num_devices), ROUGH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("joins", "share"), [(False, 0.1), pytest.param(True, 0.4, marks=pytest.mark.long)])
 def test_random_mixtures_equal_serial(joins: bool, share: float) -> None:
     """Operators follow either of two random placements; where they may, the program is right."""

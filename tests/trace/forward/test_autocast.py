@@ -221,6 +221,7 @@ def known_devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", known_devices())
 @pytest.mark.parametrize(
     "dtypes", [(FP32,), pytest.param((BF16,), marks=pytest.mark.long), (BF16, FP32)], ids=str
