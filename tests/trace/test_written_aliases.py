@@ -48,6 +48,9 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "cat of one": lambda h: torch.cat([h]),
     "roll by nothing": lambda h: h.roll(0),
     "a dropout that drops all": lambda h: F.dropout(h, 1.0),
+    "a reshape of a transposed one": lambda h: h.view(6, 2, 3).transpose(1, 2).reshape(6, 6),
+    "a part that is made flat": lambda h: h[:, :4].flatten(),
+    "contiguous": lambda h: h.t().contiguous(),
     "a product with one": lambda h: torch.einsum("ij,->ij", h, torch.ones(())),
 }
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

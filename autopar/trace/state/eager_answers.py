@@ -81,16 +81,29 @@ class _OfStandIns(type):
     """What `type` does, but for tensors of a trace."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a metaclass that was derived from it
+            return super().__call__(*args, **kwargs)
         kind = type(*args, **kwargs)
-        if len(args) != 1 or not issubclass(kind, Tensor) or kind.__module__.partition(".")[0] != "torch":
-            return kind
-        return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        if len(args) == 1 and (kind is type or args[0] is _Type):
+            return _Type
+        if len(args) == 1 and issubclass(kind, Tensor) and kind.__module__.partition(".")[0] == "torch":
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        return kind
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls is _Type and other is type)
+
+    def __hash__(cls) -> int:
+        return hash(type) if cls is _Type else super().__hash__()
+
+    def __repr__(cls) -> str:
+        return repr(type) if cls is _Type else super().__repr__()
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, type)
+        return isinstance(value, type) if cls is _Type else super().__instancecheck__(value)
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, type)
+        return issubclass(kind, type) if cls is _Type else super().__subclasscheck__(kind)
 
     def __getitem__(cls, item: Any) -> Any:
         return type[item]
@@ -98,6 +111,10 @@ class _OfStandIns(type):
 
 class _Type(type, metaclass=_OfStandIns):
     """Stands in modules where Python's `type` would be found."""
+
+
+_Type.__name__ = _Type.__qualname__ = type.__name__
+_Type.__module__ = type.__module__
 
 
 @contextmanager

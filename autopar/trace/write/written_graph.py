@@ -99,7 +99,8 @@ class WrittenGraph:
     def _note_sharing(self, node: fx.Node, operation: Operator, name: str, value: Any) -> None:
         """Note whose memory the result `name` shares, as torch's own kernels show it by `value`.
 
-        Schemas don't say so of all that may: `einsum`, `sum_to_size`, a dropout that is off.
+        Schemas don't say so of all that may: `einsum`, `sum_to_size`, a dropout that is off. They say it of
+        some that may copy: a `reshape` of a transposed tensor.
         """
         schema, facts = operation.target._schema, facts_of(operation.target)
         given = [(each, self.env.get(each)) for each in node.all_input_nodes]
@@ -111,7 +112,9 @@ class WrittenGraph:
             if _is_same(base.meta["val"], value) and self._is_seen(operation, of, name):
                 self.whole[name] = of
         elif operation.operands and any(each.alias_info is not None for each in schema.returns):
-            self.root[name] = self.root[operation.operands[0]]
+            known = [_memory(each.meta.get("val")) for each in (node, *node.all_input_nodes)]
+            is_copy = not found and None not in known
+            self.root[name] = name if is_copy else self.root[operation.operands[0]]
         if self.root[name] != name and (facts.put_back is not None or facts.undo is not None):
             self.views[name] = operation
 

@@ -12,6 +12,21 @@ from autopar.runtime.programs.guards import Guard
 from autopar.trace.export import trace
 from autopar.trace.reads.attribute_reads import recording
 
+KINDS = {type: 4}
+
+
+def derived() -> Any:
+    """What a class has of a metaclass that is made here."""
+
+    class Meta(type):
+        def __new__(cls, name: str, bases: Any, body: Any) -> Any:
+            return super().__new__(cls, name, bases, {**body, "k": 3})
+
+    class Made(metaclass=Meta):
+        k: int
+
+    return Made.k
+
 
 class OfKinds(nn.Module):
     """Asks for the types of tensors, and of what else there is."""
@@ -32,6 +47,10 @@ class OfKinds(nn.Module):
             issubclass(type(OfKinds), type),
             type("Made", (), {"a": 1}).a == 1,
             type(self) is OfKinds,
+            type(int) is type and type(type) is type and type is type(type(self.training)),
+            KINDS.get(type(int)) == 4 and {type: 4}.get(type(str)) == 4 and type in {type(int)},
+            repr(type) == "<class 'type'>" and type.__name__ == "type" and isinstance(type, type),
+            derived() == 3,
         )
         return h * sum(2**place for place, answer in enumerate(asked) if answer)
 
@@ -40,8 +59,8 @@ def test_types_of_tensors_are_those_of_eager_training() -> None:
     model, x = OfKinds(), torch.ones(2, 3)
     with recording() as reads:
         graph = trace(model, (x,)).graph
-    assert graph.operators[-1].args[1] == 2**8 - 1
-    assert torch.equal(model(x), model.layer(x) * (2**8 - 1))
+    assert graph.operators[-1].args[1] == 2**12 - 1
+    assert torch.equal(model(x), model.layer(x) * (2**12 - 1))
     assert "type" not in globals()
     assert Guard(reads, own=model.modules()).holds()
 
