@@ -33,6 +33,10 @@ from autopar.trace.reads.numbers import computed
 
 aten = torch.ops.aten
 _MARK = "autopar_checkpoint"
+_TWICE = (
+    "regions that the model checkpoints write their statistics and counts twice a call, as in eager training "
+    "if each call has its backward before the next one"
+)
 _OFTENER = (
     "regions that the model checkpoints write {}: once a step, where eager training, which runs them again "
     "in backward, writes oftener"
@@ -106,7 +110,8 @@ def written_again(graph: Graph, again: Mapping[int, int]) -> Graph:
         elif any(runs[item.name] for item in graph.operators if item in steps or buffer in item.operands):
             lost[buffer] = None
     targets = {item.name: item.target for item in graph.inputs}
-    notes = [_OFTENER.format(", ".join(str(targets[name]) for name in lost))] if lost else []
+    notes = [_TWICE] if known else []
+    notes += [_OFTENER.format(", ".join(str(targets[name]) for name in lost))] if lost else []
     operators = tuple(known.get(item.name, item) for item in graph.operators)
     return replace(graph, operators=operators, notes=(*graph.notes, *notes))
 

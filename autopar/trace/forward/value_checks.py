@@ -3,8 +3,8 @@
     assert torch.isfinite(h).all()              the branch that raises is the one that isn't taken
     if (h < 0).any(): raise ValueError(h)
 
-Which one raises the code of the caller tells. One that a `try` around it may catch decides more than whether
-forward ends, and isn't passed.
+Which one raises the code of the caller tells. One that may be caught decides more than whether forward ends,
+and isn't passed: by a `try`, by a `with` whose manager isn't known, and what Python itself catches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ from types import CodeType, FrameType
 
 from autopar.trace.call.user_source import is_tool
 
+_CAUGHT_BY_PYTHON = {"AttributeError", "StopIteration", "StopAsyncIteration"}  # by hasattr, by loops
+_MANAGERS = {  # that let exceptions through; all of torch's do
+    "autocast",
+    "enable_grad",
+    "inference_mode",
+    "no_grad",
+    "nullcontext",
+    "record_function",
+    "set_grad_enabled",
+    "torch",
+}
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")
 
 
@@ -48,7 +59,6 @@ class _Code:
     def __init__(self, code: CodeType) -> None:
         self.steps = list(dis.get_instructions(code))
         self.places = {step.offset: place for place, step in enumerate(self.steps)}
-        self.suppresses = "suppress" in code.co_names
         self.handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
 
     @staticmethod
@@ -60,7 +70,8 @@ class _Code:
     def passing(self, offset: int) -> tuple[bool, int] | None:
         """The answer that a branch goes on with, and the offset where the other one raises."""
         place = self.places[offset]
-        place += self.steps[place].opname == "TO_BOOL"
+        while self.steps[place].opname in ("TO_BOOL", "EXTENDED_ARG"):
+            place += 1
         branch = self.steps[place]
         if not branch.opname.startswith("POP_JUMP") or not branch.opname.endswith(("_TRUE", "_FALSE")):
             return None
@@ -80,6 +91,8 @@ class _Code:
             seen.add(place)
             step = self.steps[place]
             if step.opname == "RAISE_VARARGS":
+                if self.globals(place) & _CAUGHT_BY_PYTHON:
+                    return None
                 found = step.offset
                 continue
             if step.opname in _RETURNS or place + 1 == len(self.steps):
@@ -91,12 +104,29 @@ class _Code:
         return found
 
     def catches(self, offset: int) -> bool:
-        """Whether what is raised there comes to an `except` or `finally`; a `with` lets it through, but for
-        `contextlib.suppress`."""
+        """Whether what is raised there comes to an `except`, a `finally` or a `with` that may catch it."""
         for entry in self.handlers:
             if entry.start <= offset < entry.end:
                 first, second = self.steps[self.places[entry.target] :][:2]
-                is_with = second.opname == "WITH_EXCEPT_START" and not self.suppresses
-                if first.opname == "PUSH_EXC_INFO" and not is_with:
+                passes = second.opname == "WITH_EXCEPT_START" and self.lets_through(entry.target)
+                if first.opname == "PUSH_EXC_INFO" and not passes:
                     return True
         return False
+
+    def lets_through(self, target: int) -> bool:
+        """Whether the `with` with the handler at `target` has managers that are known to catch nothing."""
+        start = min(entry.start for entry in self.handlers if entry.target == target)
+        entered = [place for place in range(self.places[start]) if "WITH" in self.steps[place].opname]
+        names = self.globals(entered[-1]) if entered else set()
+        return bool(names) and names <= _MANAGERS
+
+    def globals(self, place: int) -> set[str]:
+        """The global names that a step's line loads up to it."""
+        line = self.line(place)
+        steps = (self.steps[each] for each in range(place) if self.line(each) == line)
+        return {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")}
+
+    def line(self, place: int) -> int | None:
+        """Where a step is in its file."""
+        positions = self.steps[place].positions
+        return positions.lineno if positions else None

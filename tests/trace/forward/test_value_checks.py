@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -88,6 +88,53 @@ def suppressed(h: Tensor) -> Tensor:
     return h
 
 
+@contextlib.contextmanager
+def swallowing() -> Iterator[None]:
+    with contextlib.suppress(AssertionError):
+        yield
+
+
+def swallowed(h: Tensor) -> Tensor:
+    with torch.no_grad(), swallowing():
+        assert (h > 0).all()
+        h = h * 5
+    return h
+
+
+class Asked:
+    """Has an attribute for some values."""
+
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+    @property
+    def large(self) -> float:
+        if (self.h < 0).any():
+            raise AttributeError
+        return 2.0
+
+
+def asked_for(h: Tensor) -> Tensor:
+    return h * getattr(Asked(h), "large", 5.0)
+
+
+def until(h: Tensor) -> Tensor:
+    class Doubled:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def __iter__(self) -> Doubled:
+            return self
+
+        def __next__(self) -> Tensor:
+            self.n += 1
+            if (h * self.n > 2).any():
+                raise StopIteration
+            return h * self.n
+
+    return sum(Doubled(), h)
+
+
 def chosen(h: Tensor) -> Tensor:
     if (h < 0).any():
         h = -h
@@ -108,7 +155,9 @@ def kept(h: Tensor) -> Tensor:
     return h if is_fine else -h
 
 
-@pytest.mark.parametrize("then", [caught, caught_outside, suppressed, chosen, first_one, kept])
+@pytest.mark.parametrize(
+    "then", [caught, caught_outside, suppressed, swallowed, asked_for, until, chosen, first_one, kept]
+)
 def test_what_decides_more_than_whether_forward_ends_is_refused(then: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="branch"):
         trace(Net(then), (X,))
