@@ -88,6 +88,8 @@ def region_of(node: fx.Node) -> int:
 
 def written_again(graph: Graph, again: Mapping[int, int]) -> Graph:
     """Write to buffers what regions that run `again` write; note what isn't known."""
+    if not any(again.values()):
+        return graph
     runs = _runs(graph, again)
     calls = Counter(name for item in graph.operators for name in _statistics(item))
     users = Counter([*(name for item in graph.operators for name in item.operands), *graph.outputs])
