@@ -86,6 +86,9 @@ from autopar.trace.values.structure import (
 )
 from autopar.trace.write.graph_builder import GraphBuilder
 
+# Every call of a fake tensor looks this up: found while autopar is imported, it is there for all threads.
+_FOUND_EARLY = torch.ops.prims.device_put.default
+
 
 @dataclass(frozen=True, slots=True)
 class Traced:
