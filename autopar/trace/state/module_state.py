@@ -190,8 +190,8 @@ def _replaces(path: str, else_: str = "cache nothing") -> TraceError:
 class Attributes:
     """What modules hold in attributes, so that a trace leaves the same objects there.
 
-    torch.export puts copies of lists and dicts in their places, and so takes shared ones apart; what is new
-    stays.
+    torch.export puts copies of lists and dicts in their places, and so takes shared ones apart; what is
+    new it leaves.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -217,9 +217,11 @@ class Attributes:
             if now is None or (len(now) == len(content) and all(map(operator.is_, now, content))):
                 continue
             value.clear()
-            half = len(content) // 2
-            pairs = zip(content[:half], content[half:], strict=True)
-            value.update(pairs) if isinstance(value, dict) else value.extend(content)
+            if isinstance(value, dict):
+                half = len(content) // 2
+                value.update(zip(content[:half], content[half:], strict=True))
+            else:
+                value.extend(content)
 
 
 class Made:

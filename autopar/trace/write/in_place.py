@@ -4,7 +4,8 @@
     x.unsqueeze_(0); use(x)    -->  x_1 = unsqueeze(x, 0); use(x_1)
     x[a:b].mul_(2); use(x)     -->  v = slice(x, a, b); v_1 = mul(v, 2)
                                     x_1 = slice_scatter(x, v_1, a, b); use(x_1)
-    x.view(-1).mul_(2); use(x)     v_1 = mul(view(x, -1), 2); x_1 = reshape(v_1, x's shape); use(x_1)
+    x.view(-1).mul_(2); use(x) -->  v = view(x, -1); v_1 = mul(v, 2)
+                                    x_1 = reshape(v_1, x's shape); use(x_1)
 
 Writes through other views, and those that a view made before would show, are refused.
 """
@@ -34,18 +35,18 @@ class InPlaceWrites:
         self._graph = graph
 
     def viewed(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> Any:
-        """The view that an operator gives which changes a tensor's shape in place: later uses are its own.
+        """The view that stands for an operator which changes how a tensor looks, in place, not what it holds.
 
-        Raises TraceError for the shape of an input, which a program leaves as it is.
+        Raises TraceError for an input, which a program leaves as it is.
         """
         if torch.Tag.inplace_view not in getattr(target, "tags", ()) or (view := functional(target)) is None:
             return target
         if args[0].name in self._graph.inputs:
             raise refused(
                 node,
-                f"{target}, which changes the shape of the input {args[0].name} itself",
+                f"{target}, which changes the input {args[0].name} itself",
                 "a view of it",
-                "leave out the underscore: x = x.unsqueeze(0)",
+                "leave out the underscore: x = x.unsqueeze(0), x = x.detach()",
             )
         return view
 

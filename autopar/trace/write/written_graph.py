@@ -33,9 +33,7 @@ class WrittenGraph:
         self.titles: set[str] = set()  # names of operators
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
-        self.views: dict[
-            str, Operator
-        ] = {}  # slice of a tensor, or another shape -> the operator that made it
+        self.views: dict[str, Operator] = {}  # slice, or other shape, of a tensor -> what made it
         self.whole: dict[str, str] = {}  # another tensor of the very same elements -> the tensor they are of
         self.writes: dict[str, str] = {}  # buffer -> what it holds after the step
 
