@@ -19,6 +19,7 @@ from autopar.core.operator_facts import facts_of
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.rewrite.rank_program import RankProgram
+from autopar.rewrite.torch_bindings import call_bindings
 from autopar.runtime.saved.recompute import Recomputed
 
 
@@ -64,6 +65,7 @@ def wrap(
             part = f"recompute_{len(written) - 1}"
             made.update(_write(root, outer, nodes, made, name=part, mutated=mutated))
     outer.lint()
+    call_bindings(outer)
     return fx.GraphModule(root, outer, class_name=name)
 
 
@@ -87,6 +89,7 @@ def _write(
         copies[node] = inner.node_copy(node, lambda old: copies[old])
     inner.output(tuple(copies[node] for node in given))
     inner.lint()
+    call_bindings(inner)
     body = fx.GraphModule(nn.Module(), inner, class_name=name)
     buffers = [place for place, item in enumerate(taken) if item.op == "placeholder" and item.name in mutated]
     # Where one saves a tensor before it fills it, torch would stop to recompute too early.

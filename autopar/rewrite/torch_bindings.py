@@ -1,0 +1,153 @@
+"""Has a rank's program call torch's own Python bindings where they mean the same operator.
+
+    add = torch.ops.aten.add.Tensor(x, y)             what the graph says, 1 to 4 us slower on a host
+    add = torch._C._VariableFunctions.add(x, y)       what runs
+
+The graph keeps its operators; only the text that is compiled from it changes. A binding chooses among the
+overloads of an operator by its arguments, so it is asked once for each form of a call: with tensors without
+memory in the places of tensors, both ways must reach the same overload with the same arguments. An operator
+that torch writes by others has none that could be seen; it counts if it has one overload to choose from.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = "torch.ops.aten."
+# Not torch.add or Tensor.view: these may be functions in Python, or replaced.
+_BINDINGS = {
+    "torch._C._VariableFunctions": torch._C._VariableFunctions,
+    "torch._C._nn": torch._C._nn,
+    "torch._C.TensorBase": torch._C.TensorBase,
+}
+_NEVER_GIVEN = ("Dimname", "Optional[Dimname]", "List[Dimname]", "str")  # types of arguments
+_NAMES: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+
+
+def call_bindings(graph: fx.Graph) -> None:
+    """Have the code of `graph` call torch's bindings, now and whenever it is compiled again."""
+    graph.on_generate_code(lambda other: lambda body: _rewritten(other(body) if other else body))
+
+
+def _rewritten(body: Sequence[str]) -> list[str]:
+    attributes: set[str] = set()  # names of numbers, for which no tensor can stand
+    return [_line(line, attributes) for line in body]
+
+
+def _line(line: str, attributes: set[str]) -> str:
+    if _ATEN not in line and "self." not in line:
+        return line
+    assigned, _, rest = line.partition(" = ")
+    name = assigned.split(":")[0].strip()
+    if rest.startswith("self."):
+        attributes.add(name)
+        return line
+    if not rest.startswith(_ATEN):
+        return line
+    text = rest.split(";")[0].strip()
+    call = ast.parse(text, mode="eval").body
+    if not isinstance(call, ast.Call) or any(item.id in attributes for item in _names(call)):
+        return line
+    target = ast.unparse(call.func)
+    binding = _binding(target, _form(call))
+    return line.replace(f"{target}(", f"{binding}(", 1) if binding else line
+
+
+def _names(call: ast.Call) -> list[ast.Name]:
+    """The values of the program that a call takes."""
+    arguments = [*call.args, *(item.value for item in call.keywords)]
+    names = [item for argument in arguments for item in ast.walk(argument) if isinstance(item, ast.Name)]
+    return [item for item in names if item.id not in _NAMES]
+
+
+def _form(call: ast.Call) -> str:
+    """The arguments of a call, in which all tensors have one name."""
+    for item in _names(call):
+        item.id = "_"
+    return ", ".join(map(ast.unparse, [*call.args, *call.keywords]))
+
+
+@functools.cache
+def _binding(target: str, form: str) -> str | None:
+    """The binding that means the operator `target` for arguments of this form; None if none is known to."""
+    if "_" not in form:
+        return None  # without tensors a user's mode, as of torch.set_default_device, changes what it makes
+    packet, _, overload = target.removeprefix(_ATEN).partition(".")
+    try:
+        operator = getattr(getattr(torch.ops.aten, packet), overload)
+        stand_in = torch.empty(1, device="meta", requires_grad=False)
+        args, kwargs = eval(f"(lambda *args, **kwargs: (args, kwargs))({form})", _NAMES | {"_": stand_in})
+    except (AttributeError, NameError, SyntaxError):
+        return None
+    for module, functions in _BINDINGS.items():
+        if hasattr(functions, packet) and _is_same(getattr(functions, packet), operator, args, kwargs):
+            return f"{module}.{packet}"
+    return None
+
+
+def _is_same(
+    binding: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """True if a binding reaches the operator, with the same arguments."""
+    if _is_composed(operator):
+        is_taken = _is_only(operator) and _call(binding, args, kwargs) is not TypeError
+        return is_taken and not any(map(_has_name, _left_out(operator, args, kwargs)))
+    wanted, got = _call(operator, args, kwargs), _call(binding, args, kwargs)
+    return isinstance(wanted, tuple) and wanted[0] is operator and wanted == got
+
+
+def _is_composed(operator: Any) -> bool:
+    return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _is_only(operator: Any) -> bool:
+    """True if no other overload returns its results anew and takes numbers and tensors alone."""
+    packet = operator.overloadpacket
+    others = [getattr(packet, name) for name in packet.overloads() if name != operator._overloadname]
+    return all(
+        other._schema.is_mutable or any(str(item.type) in _NEVER_GIVEN for item in other._schema.arguments)
+        for other in others
+    )
+
+
+class _First(TorchDispatchMode):
+    """Ends a call at the first operator that it reaches below autograd, and keeps that with its arguments."""
+
+    reached: tuple[Any, ...] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reached = func, args, kwargs or {}
+        raise _ReachedError
+
+
+class _ReachedError(Exception): ...
+
+
+def _left_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The defaults that a call relies on."""
+    rest = operator._schema.arguments[len(args) :]
+    return [item.default_value for item in rest if item.name not in kwargs]
+
+
+def _has_name(default: Any) -> bool:
+    """True if torch may know a default by a name: bindings take `reduction=Mean`, which is 1, for 0."""
+    return type(default) is int and default != 0
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call reaches, else the type of what it raises."""
+    first = _First()  # type: ignore[no-untyped-call]
+    try:
+        with first:
+            function(*args, **kwargs)
+    except (_ReachedError, RuntimeError, TypeError, IndexError, ValueError) as error:
+        return first.reached or type(error)
+    return first.reached
