@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ from autopar.runtime.dtensors.composed_calls import (
 from autopar.runtime.dtensors.whole_operators import compute_wholly
 from autopar.runtime.dtensors.written_parts import (
     COMPOSED,
+    READS,
     concerns,
     follow,
     is_part,
-    is_plain_property,
     write_at,
     write_wholly,
     writes_to_part,
@@ -50,6 +50,7 @@ _REMEDY = (
     "take the full tensor, parallel.gather(name, tensor) on every rank, or compute it inside "
     "`with autopar.full(parallel) as model:`"
 )
+_as_torch = torch._C._disabled_torch_function_impl
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -94,10 +95,10 @@ def take_plain_tensors(
 def _torch_function(
     _cls: type, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    if not kwargs and (function in READS or (function.__name__ == "__set__" and args[-1] is None)):
+        return _as_torch(function, _types, args)  # type: ignore[call-arg]  # of keywords there are none
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if is_plain_property(function, args):
-            return function(*args)
         owner = kwargs.get("out")
         if isinstance(owner, DTensor) and _obstacles(owner.device_mesh):
             given = {name: value for name, value in kwargs.items() if name != "out"}
@@ -136,10 +137,11 @@ def _written_each(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
         return _property(function, args)
-    plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
+    tensors = _tensors((args, kwargs))
+    plain = [item for item in tensors if type(item) in _PLAIN and _is_plain(item)]
     if not plain:
         return _composed(function, args, kwargs)
-    sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
+    sharded = (item for item in tensors if isinstance(item, DTensor))
     mesh = next((item.device_mesh for item in sharded), None)
     obstacles = [] if mesh is None else _obstacles(mesh)
     if mesh is None or not obstacles:
@@ -192,16 +194,19 @@ def _check(name: str, plain: list[Tensor], obstacles: list[str]) -> None:
         raise _refused(found, "tensors that lie alike")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    match value:
-        case Tensor():
-            yield value
-        case list() | tuple():
-            for item in value:
-                yield from _tensors(item)
-        case dict():
-            for item in value.values():
-                yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    found: list[Tensor] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            left.extend(reversed(item))
+        elif isinstance(item, dict):
+            left.extend(reversed(item.values()))
+    return found
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:

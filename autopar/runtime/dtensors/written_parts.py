@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -34,6 +35,30 @@ _VIEWS = frozenset(
 )
 COMPOSED = ("fill_diagonal_",)  # of views that torch doesn't take of DTensors
 _PROPERTIES = {id(getattr(Tensor, name)): name for name in ("data", "T", "mT", "H", "mH")}
+_ASKED = (
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "ndimension",
+    "numel",
+    "size",
+)
+# What reads a tensor's attribute that is no view, and functions that ask for no more: an optimizer does so
+# twenty times of a parameter and step, which took half of what that costs.
+READS = frozenset(
+    (
+        *(getattr(Tensor, name) for name in _ASKED),
+        *(torch.is_complex, torch.is_floating_point, torch.numel),
+        *(
+            item.__get__
+            for owner in (Tensor, torch._C.TensorBase)
+            for name, item in vars(owner).items()
+            if isinstance(item, (GetSetDescriptorType, property)) and name not in _PROPERTIES.values()
+        ),
+    )
+)
 _NOT_WRITTEN = ("requires_grad_", "detach_", "rename_", "share_memory_", "__int__", "__index__", "__invert__")
 _VIEW = "_autopar_view"
 
@@ -100,17 +125,6 @@ def writes_to_part(function: Callable[..., Any], owner: DTensor) -> bool:
     """Whether a function writes by an index, or to what is a gathered part of another DTensor."""
     name = function.__name__
     return name == "__setitem__" or name in COMPOSED or (_writes(name) and hasattr(owner, _VIEW))
-
-
-def is_plain_property(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function reads a property that is no view, such as dtype or grad, or sets one to None. Of a
-    parameter a step does so twenty times, which took half of what an optimizer does."""
-    match function.__name__:
-        case "__get__":
-            return not _is_property(function)
-        case "__set__":
-            return args[-1] is None
-    return False
 
 
 def _is_property(function: Callable[..., Any]) -> bool:

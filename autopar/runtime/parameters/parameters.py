@@ -174,6 +174,10 @@ def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
     return gradient
 
 
+# What DTensor(...) calls, without a wrapper for torch's compiler that takes longer than all else.
+_new: Any = DTensor.__new__
+
+
 def add_gradient(outer: Any, total: Tensor) -> None:
     """Add a final local gradient to the `.grad` of an outer parameter.
 
@@ -182,7 +186,7 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
         if outer.grad is None:
-            outer.grad = DTensor(total, outer._spec, requires_grad=False)
+            outer.grad = _new(DTensor, total, outer._spec, requires_grad=False)
         else:
             _add_to(outer, total)
 
