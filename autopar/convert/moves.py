@@ -44,7 +44,7 @@ class MoveAction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class MoveEffect:
     """A row of the table; `name` is the registered operator."""
 
     name: str
@@ -53,32 +53,32 @@ class Effect:
 
 
 _A = MoveAction
-_TABLE: dict[tuple[type, type], Effect] = {
-    (Partial, Replicate): Effect("p_to_r", _A.ALL_REDUCE, _A.NOTHING),
-    (Replicate, Broadcast): Effect("r_to_b", _A.NOTHING, _A.ALL_REDUCE),
-    (Partial, Broadcast): Effect("p_to_b", _A.ALL_REDUCE, _A.ALL_REDUCE),
-    (Shard, Replicate): Effect("s_to_r", _A.ALL_GATHER, _A.SLICE),
-    (Shard, Broadcast): Effect("s_to_b", _A.ALL_GATHER, _A.REDUCE_SCATTER),
-    (Partial, Shard): Effect("p_to_s", _A.REDUCE_SCATTER, _A.ALL_GATHER),
-    (Replicate, Shard): Effect("r_to_s", _A.SLICE, _A.ALL_GATHER),
-    (Broadcast, Shard): Effect("b_to_s", _A.SLICE, _A.COPY),
-    (Shard, Partial): Effect("s_to_p", _A.COPY, _A.SLICE),
-    (Replicate, Partial): Effect("r_to_p", _A.COPY, _A.NOTHING),
-    (Broadcast, Replicate): Effect("b_to_r", _A.NOTHING, _A.COPY),
-    (Broadcast, Partial): Effect("b_to_p", _A.COPY, _A.COPY),
-    (Shard, Shard): Effect("s_to_s", _A.ALL_TO_ALL, _A.ALL_TO_ALL),
+_TABLE: dict[tuple[type, type], MoveEffect] = {
+    (Partial, Replicate): MoveEffect("p_to_r", _A.ALL_REDUCE, _A.NOTHING),
+    (Replicate, Broadcast): MoveEffect("r_to_b", _A.NOTHING, _A.ALL_REDUCE),
+    (Partial, Broadcast): MoveEffect("p_to_b", _A.ALL_REDUCE, _A.ALL_REDUCE),
+    (Shard, Replicate): MoveEffect("s_to_r", _A.ALL_GATHER, _A.SLICE),
+    (Shard, Broadcast): MoveEffect("s_to_b", _A.ALL_GATHER, _A.REDUCE_SCATTER),
+    (Partial, Shard): MoveEffect("p_to_s", _A.REDUCE_SCATTER, _A.ALL_GATHER),
+    (Replicate, Shard): MoveEffect("r_to_s", _A.SLICE, _A.ALL_GATHER),
+    (Broadcast, Shard): MoveEffect("b_to_s", _A.SLICE, _A.COPY),
+    (Shard, Partial): MoveEffect("s_to_p", _A.COPY, _A.SLICE),
+    (Replicate, Partial): MoveEffect("r_to_p", _A.COPY, _A.NOTHING),
+    (Broadcast, Replicate): MoveEffect("b_to_r", _A.NOTHING, _A.COPY),
+    (Broadcast, Partial): MoveEffect("b_to_p", _A.COPY, _A.COPY),
+    (Shard, Shard): MoveEffect("s_to_s", _A.ALL_TO_ALL, _A.ALL_TO_ALL),
 }
 
 
 EFFECTS = {each.name: each for each in _TABLE.values()}
 
 
-def effect(move: Move) -> Effect:
+def effect(move: Move) -> MoveEffect:
     """What `move` does."""
     return effect_of(*move.placements)
 
 
-def effect_of(source: Placement, target: Placement) -> Effect:
+def effect_of(source: Placement, target: Placement) -> MoveEffect:
     """What a change of placement does."""
     return _TABLE[type(source), type(target)]
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.moves import Effect, MoveAction, effect_of, exists
+from autopar.convert.moves import MoveAction, MoveEffect, effect_of, exists
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 
@@ -32,7 +32,7 @@ MOST_ASKED = 64  # answers about the moves of one, whatever they take
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlacementChange:
     """A change of placement on an axis."""
 
     axis: int
@@ -40,12 +40,12 @@ class Change:
     target: Placement
 
     @property
-    def effect(self) -> Effect:
+    def effect(self) -> MoveEffect:
         return effect_of(self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class MoveGroups:
     """Moves in groups, and the layouts from which they come; each group leads to one of `ends`, and begins
     with move number `first`."""
 
@@ -103,15 +103,15 @@ class Network:
         found: Flags = self.asked[key]
         return found
 
-    def grouped(self, allowed: Flags, *, backward: bool) -> Groups:
+    def grouped(self, allowed: Flags, *, backward: bool) -> MoveGroups:
         """The allowed moves by the layout to which they lead, or `backward` from which."""
         key = "grouped", backward, allowed.tobytes()
         if key not in self.asked:
             near, far = (self.target, self.source) if backward else (self.source, self.target)
             moves = np.flatnonzero(allowed)
             moves = moves[np.argsort(far[moves], kind="stable")]
-            self._note(key, Groups(moves, near[moves], *np.unique(far[moves], return_index=True)))
-        found: Groups = self.asked[key]
+            self._note(key, MoveGroups(moves, near[moves], *np.unique(far[moves], return_index=True)))
+        found: MoveGroups = self.asked[key]
         return found
 
     def _note(self, key: object, found: object) -> None:
@@ -133,7 +133,7 @@ def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Fl
     return reached
 
 
-def priced(unpriced: Unpriced, seconds: Seconds, forward: Seconds) -> Network:
+def priced(unpriced: UnpricedNetwork, seconds: Seconds, forward: Seconds) -> Network:
     """The network with what its moves take, all of it and of that the forward pass."""
     return Network(
         layouts=unpriced.layouts,
@@ -154,14 +154,14 @@ def priced(unpriced: Unpriced, seconds: Seconds, forward: Seconds) -> Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpriced:
+class UnpricedNetwork:
     """A network without its seconds: `numbers` says which of all layouts it has, `kind` for each move which
     of the `kinds` of changes it is, by effect and axis."""
 
     layouts: tuple[Layout, ...]
     numbers: Numbers
     place: dict[Layout, int]
-    kinds: tuple[Change, ...]
+    kinds: tuple[PlacementChange, ...]
     kind: Numbers
     source: Numbers
     target: Numbers
@@ -176,7 +176,7 @@ class Unpriced:
 
 
 @lru_cache(maxsize=MOST_UNPRICED)
-def paths(placements: Placements, alike: Alike, good: tuple[bool, ...]) -> Unpriced:
+def paths(placements: Placements, alike: Alike, good: tuple[bool, ...]) -> UnpricedNetwork:
     """The moves between all layouts of `placements` that are `good`; tensors of other sizes share them."""
     return _Builder(placements, alike).build(good)
 
@@ -192,7 +192,7 @@ class _Builder:
         self.digits = np.indices(self.sizes).reshape(len(placements), -1)  # [axis, number]
         self.count = self.digits.shape[1]
 
-    def build(self, legal: Sequence[bool]) -> Unpriced:
+    def build(self, legal: Sequence[bool]) -> UnpricedNetwork:
         layouts = list(itertools.product(*self.placements))
         ordered = self.ordered()
         good = np.array(legal) & (ordered == np.arange(self.count))
@@ -203,7 +203,7 @@ class _Builder:
         found = []
         for axis in self.axes:
             for old, new in itertools.permutations(range(self.sizes[axis]), 2):
-                change = Change(axis, self.placements[axis][old], self.placements[axis][new])
+                change = PlacementChange(axis, self.placements[axis][old], self.placements[axis][new])
                 if not exists(change.source, change.target):
                     continue
                 begin = kept[self.digits[axis, kept] == old]
@@ -216,8 +216,8 @@ class _Builder:
         self,
         layouts: tuple[Layout, ...],
         numbers: Numbers,
-        steps: tuple[tuple[Change, Numbers, Numbers], ...],
-    ) -> Unpriced:
+        steps: tuple[tuple[PlacementChange, Numbers, Numbers], ...],
+    ) -> UnpricedNetwork:
         lengths = [len(start) for _, start, _ in steps]
         source = np.concatenate([start for _, start, _ in steps])
         target = np.concatenate([end for _, _, end in steps])
@@ -225,13 +225,13 @@ class _Builder:
         if self.alike:  # on axes alike a move has a twin on each
             _, first = np.unique(source * len(layouts) + target, return_index=True)
 
-        def of(ask: Callable[[Change], Any]) -> NDArray[Any]:
+        def of(ask: Callable[[PlacementChange], Any]) -> NDArray[Any]:
             return np.repeat([ask(change) for change, _, _ in steps], lengths)[first]
 
-        kinds: dict[tuple[str, int], tuple[int, Change]] = {}
+        kinds: dict[tuple[str, int], tuple[int, PlacementChange]] = {}
         for change, _, _ in steps:
             kinds.setdefault((change.effect.name, change.axis), (len(kinds), change))
-        return Unpriced(
+        return UnpricedNetwork(
             layouts,
             numbers,
             {layout: index for index, layout in enumerate(layouts)},
@@ -262,7 +262,7 @@ class _Builder:
             digits[list(axes)] = back[np.sort(rank[digits[list(axes)]], axis=0)]
         return np.asarray(np.ravel_multi_index(tuple(digits), self.sizes), dtype=np.intp)
 
-    def blocked(self, numbers: Numbers, change: Change) -> Flags:
+    def blocked(self, numbers: Numbers, change: PlacementChange) -> Flags:
         """Whether the change splits or joins an atom that a minor axis has shards of. Axes that are alike
         are called by any name."""
         found = np.zeros(len(numbers), dtype=np.bool_)

@@ -12,13 +12,13 @@ from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autopar.core.graph import Graph, GraphInput, Operator, Place, Tree, map_refs
+from autopar.core.graph import Graph, GraphInput, Operator, ProcessNumber, Tree, map_refs
 
 NOTHING = "nothing"
 _FLOAT = re.compile(r"(?<![\w.'%])-?(\d+\.\d*(e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)(?![\w.'])")
 
 
-class Difference(NamedTuple):
+class GraphDifference(NamedTuple):
     """The first place where two graphs differ, and what stands there in each."""
 
     where: str
@@ -44,13 +44,13 @@ class Fingerprint:
         """The fingerprint without its floating-point numbers: rates, scales, momenta decide nothing."""
         return replace(self, operators=tuple(_FLOAT.sub("#", line) for line in self.operators))
 
-    def difference(self, planned: Fingerprint) -> Difference | None:
+    def difference(self, planned: Fingerprint) -> GraphDifference | None:
         """Where this graph first differs from the one that was planned, None where it doesn't."""
         for kind in ("input", "operator", "output"):
             lines = zip_longest(getattr(self, f"{kind}s"), getattr(planned, f"{kind}s"), fillvalue=NOTHING)
             for number, (here, there) in enumerate(lines):
                 if here != there:
-                    return Difference(f"{kind} {number}", here, there)
+                    return GraphDifference(f"{kind} {number}", here, there)
         return None
 
 
@@ -85,7 +85,7 @@ def _without_refs(arguments: Tree) -> Tree:
 
 def _without_places(arguments: Tree) -> Tree:
     match arguments:
-        case Place():
+        case ProcessNumber():
             return _Name("place")
         case tuple():
             return tuple(map(_without_places, arguments))

@@ -57,7 +57,7 @@ class Ref:
     name: str
 
 
-class Place(int):
+class ProcessNumber(int):
     """A number that means something in this process alone: no part of what a graph or a call is."""
 
     def __str__(self) -> str:
@@ -113,11 +113,11 @@ class Operator:
         object.__setattr__(self, "operands", names)
 
 
-class Derived(dict[str, Any]):
+class DerivedValues(dict[str, Any]):
     """What other rooms derive from a value, each thing once; no part of it, so that copies begin without."""
 
-    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
-        return Derived, ()
+    def __reduce__(self) -> tuple[type[DerivedValues], tuple[()]]:
+        return DerivedValues, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Graph:
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
     beside: int = 0
     decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
-    derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
+    derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False, compare=False)
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each tensor its uses: the operator and the position among its operands."""
@@ -233,7 +233,7 @@ class Call:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
+    derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False, compare=False)
 
     def key(self) -> str:
         """Canonical text, made once: equal keys cost the same on one device."""

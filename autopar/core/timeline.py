@@ -55,7 +55,7 @@ class StageCost:
                 return self.weight_gradient
 
 
-class Beside(Enum):
+class RankActivity(Enum):
     """What a rank does beside its actions."""
 
     SEND = "send"
@@ -65,8 +65,8 @@ class Beside(Enum):
     COPIES = "copies"  # to and from the host's memory, for which it waits
 
 
-EventKind: TypeAlias = ActionKind | Beside
-COMPUTING = (Beside.UPDATE, Beside.RECOMPUTE)
+EventKind: TypeAlias = ActionKind | RankActivity
+COMPUTING = (RankActivity.UPDATE, RankActivity.RECOMPUTE)
 
 
 class Phase(Enum):

@@ -38,7 +38,7 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """`batch` products of m x k and k x n."""
 
     batch: int
@@ -47,21 +47,21 @@ class Product:
     k: int
 
     @property
-    def left(self) -> Product:
+    def left(self) -> MatrixProduct:
         """The product that computes the gradient of its first operand."""
-        return Product(self.batch, self.m, self.k, self.n)
+        return MatrixProduct(self.batch, self.m, self.k, self.n)
 
     @property
-    def right(self) -> Product:
+    def right(self) -> MatrixProduct:
         """The product that computes the gradient of its second operand."""
-        return Product(self.batch, self.k, self.n, self.m)
+        return MatrixProduct(self.batch, self.k, self.n, self.m)
 
 
 @dataclass(frozen=True, slots=True)
 class Multiplication:
     """The product of a call, and which of its operands are the factors."""
 
-    product: Product
+    product: MatrixProduct
     left: TensorSpec
     right: TensorSpec
 

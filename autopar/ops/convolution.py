@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.core.operator_facts import declare
-from autopar.core.work import Flops, Multiplication, Product, SizedCall
+from autopar.core.work import Flops, MatrixProduct, Multiplication, SizedCall
 from autopar.sharding.atoms import Relation
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.halo import Need, fetch, needed, place_along
@@ -286,13 +286,13 @@ def _product(call: SizedCall) -> Multiplication:
     groups, result = max(1, x.shape[1] // w.shape[1]), call.result()
     positions = result.numel // result.shape[1]
     return Multiplication(
-        Product(groups, positions, max(1, w.shape[0] // groups), w.numel // w.shape[0]), x, w
+        MatrixProduct(groups, positions, max(1, w.shape[0] // groups), w.numel // w.shape[0]), x, w
     )
 
 
 def _transposed_product(call: SizedCall) -> Multiplication:
     x, w = call.operands[:2]
-    return Multiplication(Product(1, x.numel // x.shape[1], w.numel // w.shape[0], x.shape[1]), x, w)
+    return Multiplication(MatrixProduct(1, x.numel // x.shape[1], w.numel // w.shape[0], x.shape[1]), x, w)
 
 
 def _is_transposed(call: SizedCall) -> bool:

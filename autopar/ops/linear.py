@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from autopar.core.operator_facts import declare
-from autopar.core.work import Flops, Multiplication, Product, SizedCall
+from autopar.core.work import Flops, MatrixProduct, Multiplication, SizedCall
 from autopar.sharding.equation import Equation, Kind, parse
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.trace.forms.grouped_products import GROUPED_MM
@@ -178,7 +178,7 @@ def _product(left: int, right: int, *, columns: int = -1) -> Callable[[SizedCall
         one, other = call.operands[left], call.operands[right]
         rows, batch = math.prod(one.shape[:-1]), math.prod(other.shape[:-2])
         rows = rows if batch == 1 else max(1, rows // batch)
-        return Multiplication(Product(batch, rows, other.shape[columns], one.shape[-1]), one, other)
+        return Multiplication(MatrixProduct(batch, rows, other.shape[columns], one.shape[-1]), one, other)
 
     return form
 

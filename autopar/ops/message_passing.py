@@ -22,7 +22,7 @@ from autopar.core.graph import TensorSpec
 from autopar.core.operator_facts import declare
 from autopar.core.placement import B, Shard
 from autopar.core.strategy import Option
-from autopar.sharding.atoms import Atoms, Dim, Table
+from autopar.sharding.atoms import Atoms, Dim, RowTable
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.needed_rows import (
     NEEDED,
@@ -112,7 +112,7 @@ class Pick(Rule):
         rest = tuple(f"d{dim}" for dim in range(1, len(op.shape())))
         return Equation(((None, *rest), ("e",)), (("e", *rest),), linear=(frozenset({0}),))
 
-    def tables(self, op: Instance, values: Mapping[str, Tensor]) -> list[Table]:
+    def tables(self, op: Instance, values: Mapping[str, Tensor]) -> list[RowTable]:
         return _tables((op.operands[0], 0), op.operator.results[0], op, values)
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
@@ -160,7 +160,7 @@ class Place(Rule):
         kind, linear = (Kind.CONTRACTED, (frozenset({0}),)) if op["reduce"] == "sum" else (Kind.WHOLE, ())
         return Equation((("e", *rest), ("e",)), ((None, *rest),), {"e": kind}, linear=linear)
 
-    def tables(self, op: Instance, values: Mapping[str, Tensor]) -> list[Table]:
+    def tables(self, op: Instance, values: Mapping[str, Tensor]) -> list[RowTable]:
         result = op.operator.results[0]
         return [] if result is None else _tables((result, 0), op.operands[0], op, values)
 
@@ -224,12 +224,12 @@ def _needing(op: Instance, atoms: Atoms) -> list[Option]:
     return [Option(NEEDED, (Shard(0), B), (Shard(0),))]
 
 
-def _tables(base: Dim, output: str | None, op: Instance, values: Mapping[str, Tensor]) -> list[Table]:
+def _tables(base: Dim, output: str | None, op: Instance, values: Mapping[str, Tensor]) -> list[RowTable]:
     """Which rows of `output` belong to which of `base`, if the index rises."""
     index = values.get(op.operands[1])
     if output is None or index is None or len(index) < 2 or bool((index.diff() < 0).any()):
         return []
-    return [Table.of(base, (output, 0), index, op.specs[base[0]].shape[0])]
+    return [RowTable.of(base, (output, 0), index, op.specs[base[0]].shape[0])]
 
 
 def _index(site: Site) -> Tensor:

@@ -209,7 +209,7 @@ class Nearest(_Resize):
 
 
 @register
-class Linear(_Resize):
+class LinearResize(_Resize):
     """Linear along each dim."""
 
     targets = (

@@ -134,7 +134,7 @@ class _Mine:
 
 
 @register
-class Product(Rule):
+class SparseProduct(Rule):
     """sum_j A[i, j] x[j, f], of the entries of A in the order of rows."""
 
     targets = (PRODUCT,)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.core.pipeline import Pipeline
-from autopar.core.timeline import Beside, Event, Timeline
+from autopar.core.timeline import Event, RankActivity, Timeline
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import recompute_seconds
 from autopar.results.plan.step_parts import StepParts
@@ -66,12 +66,12 @@ def staged_parts(repeated: StepParts, timeline: Timeline, seconds: float) -> Ste
     for rank in range(ranks):
         own = [event for event in timeline.events if event.rank == rank and event.computes]
         busy_spans = joined(own)
-        syncs = [event for event in timeline.events if event.rank == rank and event.kind is Beside.SYNC]
+        syncs = [event for event in timeline.events if event.rank == rank and event.kind is RankActivity.SYNC]
         comes = [each for each in timeline.events if _receiver(each, timeline) == rank]
         summing = without(joined(syncs), busy_spans)
         sums += length(summing)
         hops += length(without(without(joined(comes), busy_spans), summing))
-        update += sum(event.stop - event.start for event in own if event.kind is Beside.UPDATE)
+        update += sum(event.stop - event.start for event in own if event.kind is RankActivity.UPDATE)
         busy += length(busy_spans)
         under_way += sum(event.stop - event.start for event in (*syncs, *comes))
     sums, hops, busy, update, under_way = (each / ranks for each in (sums, hops, busy, update, under_way))

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.core.schedule import Action, ActionKind, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, Event, EventKind, HeldBytes, Moment, Phase, Timeline
+from autopar.core.timeline import Event, EventKind, HeldBytes, Moment, Phase, RankActivity, Timeline
 
 KINDS: Mapping[Phase, EventKind] = {
     Phase.FORWARD: ActionKind.FORWARD,
-    Phase.RECOMPUTE: Beside.RECOMPUTE,
+    Phase.RECOMPUTE: RankActivity.RECOMPUTE,
     Phase.BACKWARD: ActionKind.BACKWARD,
-    Phase.COPIES: Beside.COPIES,
-    Phase.SUMS: Beside.SYNC,
-    Phase.OPTIMIZER: Beside.UPDATE,
+    Phase.COPIES: RankActivity.COPIES,
+    Phase.SUMS: RankActivity.SYNC,
+    Phase.OPTIMIZER: RankActivity.UPDATE,
 }
 
 

@@ -44,7 +44,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind, Slot
-from autopar.core.timeline import Beside, Event, HeldBytes, StageCost, Timeline
+from autopar.core.timeline import Event, HeldBytes, RankActivity, StageCost, Timeline
 from autopar.errors import CheckError, InputError
 from autopar.schedules.deliveries import leaves, needed_by, proved, sent_by
 
@@ -171,7 +171,7 @@ class Run:
         seconds = cost.send_output if action.kind is FORWARD else cost.send_gradient
         rank, to, stop = self.schedule.rank_of(action.stage), _receiver(action), start + seconds
         if seconds:
-            event = Event(rank, action.stage, action.micro_batch, Beside.SEND, start, stop, to)
+            event = Event(rank, action.stage, action.micro_batch, RankActivity.SEND, start, stop, to)
             self.events.append(event)
         return stop
 
@@ -228,11 +228,11 @@ def _ending(rank: int, actions: Sequence[Event], costs: Sequence[StageCost]) -> 
         if costs[stage].sync:
             start = max(now, computed)
             now = start + costs[stage].sync
-            yield Event(rank, stage, None, Beside.SYNC, start, now)
+            yield Event(rank, stage, None, RankActivity.SYNC, start, now)
     now = max([now, *(event.stop for event in own)])
     for stage in sorted(backwards):
         if costs[stage].update:
-            yield Event(rank, stage, None, Beside.UPDATE, now, now + costs[stage].update)
+            yield Event(rank, stage, None, RankActivity.UPDATE, now, now + costs[stage].update)
             now += costs[stage].update
 
 
@@ -248,7 +248,7 @@ def _held(
     mine = [event for event in actions if event.rank == rank]
     lasts = {event.stage: event for event in mine if event.kind in (BACKWARD, WEIGHT_GRADIENT)}
     for event in mine:
-        if isinstance(event.kind, Beside):
+        if isinstance(event.kind, RankActivity):
             continue
         assert event.micro_batch is not None
         cost, action = costs[event.stage], Action(event.stage, event.kind, event.micro_batch)

@@ -68,7 +68,7 @@ class Relation:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class RowScaling:
     """`output` has `scale` rows for each row of `source`: a windowed factor."""
 
     source: Dim
@@ -77,7 +77,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class RowTable:
     """Rows of `output` lie in the order of the rows of `base`: row i of that has those from `starts[i]` to
     `starts[i + 1]`."""
 
@@ -87,10 +87,10 @@ class Table:
     digest: str
 
     @staticmethod
-    def of(base: Dim, output: Dim, index: Tensor, length: int) -> Table:
+    def of(base: Dim, output: Dim, index: Tensor, length: int) -> RowTable:
         """By the row of `base`, of `length`, to which each row of `output` belongs; `index` must rise."""
         starts = torch.searchsorted(index, torch.arange(length + 1))
-        return Table(base, output, starts, hashlib.blake2b(starts.numpy().tobytes()).hexdigest())
+        return RowTable(base, output, starts, hashlib.blake2b(starts.numpy().tobytes()).hexdigest())
 
 
 class Atoms:
@@ -100,8 +100,8 @@ class Atoms:
         self,
         graph: Graph,
         relations: Sequence[Relation],
-        scalings: Sequence[Scaling],
-        tables: Sequence[Table] = (),
+        scalings: Sequence[RowScaling],
+        tables: Sequence[RowTable] = (),
     ) -> None:
         self.sizes: dict[Dim, int] = {
             (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
@@ -216,7 +216,7 @@ class Dims:
         self.sign_of: dict[str, int] = {}
         self.memo: dict[object, Any] = {}  # what rules have cut for ranks, by what it depends on
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
-        self._tables: dict[Atom, tuple[Atom, Table]] = {}
+        self._tables: dict[Atom, tuple[Atom, RowTable]] = {}
         self._anchor()
         self._follow_tables()
 

@@ -27,7 +27,7 @@ from autopar.core.operator_facts import facts_of
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
-from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling, Table
+from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, RowScaling, RowTable
 from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
@@ -286,7 +286,7 @@ class Rule(ABC):
                     groups.setdefault(label, []).append((name, dim))
         return [Relation((first,), (other,)) for first, *rest in groups.values() for other in rest]
 
-    def scalings(self, op: Instance) -> list[Scaling]:
+    def scalings(self, op: Instance) -> list[RowScaling]:
         """How the rows of windowed results follow those of their operands."""
         equation = self.equation(op)
         sources = {
@@ -296,13 +296,13 @@ class Rule(ABC):
             if label in equation.windows
         }
         return [
-            Scaling(sources[label], (name, dim), equation.windows[label].scale)
+            RowScaling(sources[label], (name, dim), equation.windows[label].scale)
             for name, labels in zip(op.operator.results, equation.results, strict=True)
             for dim, label in enumerate(labels)
             if name and label and label in sources
         ]
 
-    def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[Table]:
+    def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[RowTable]:
         """Which rows lie in the order of which others, by the values of constants."""
         return []
 
@@ -356,7 +356,7 @@ class Regroup(Rule):
     def relations(self, op: Instance) -> list[Relation]:
         """Groups of dims on both sides that enumerate the same elements."""
 
-    def scalings(self, op: Instance) -> list[Scaling]:
+    def scalings(self, op: Instance) -> list[RowScaling]:
         return []
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:

@@ -31,7 +31,7 @@ from autopar.sharding.equation import Kind
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
-from autopar.sharding.sorted_rows import EMPTY, Order, Sorted, SortedRows
+from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelation
 from autopar.sharding.strategies import options_of
 
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
@@ -66,7 +66,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SampleValue:
     """What is known of a tensor: its role, which operator took samples together, whether inputs alone make
     it, and the scale that is still to be applied where its own is a part's; what it is to rows that were
     sorted."""
@@ -75,7 +75,7 @@ class Value:
     by: Operator | None = None
     given: bool = False
     scale: Scale | None = None
-    sorted: Sorted | None = None
+    sorted: SortingRelation | None = None
 
 
 class SampleFlow:
@@ -101,7 +101,7 @@ class SampleFlow:
         self.sorted_rows = SortedRows(graph)
         self.statistics: list[Operator] = []
         self.unknown: list[Operator] = []
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, SampleValue] = {}
         self.made = made_constants(graph) if made is None else made
         self.unfilled = {
             name for item in graph.operators if facts_of(item.target).is_undefined for name in item.results
@@ -113,14 +113,14 @@ class SampleFlow:
             places = len(list(self.places(item.name)))
             role = Role.ROWS if users and places == 1 else Role.FIXED if places else Role.WHOLE
             steady = item.kind is not InputKind.PARAMETER and not item.mutated and item.name not in written
-            self.values[item.name] = Value(role, given=steady)
+            self.values[item.name] = SampleValue(role, given=steady)
         needed = ancestors(graph, *graph.outputs)
         for operator in graph.operators:
             if operator.name in needed:
                 self.values |= {name: value for name, value in self._results(operator) if name}
 
     @property
-    def loss(self) -> Value:
+    def loss(self) -> SampleValue:
         return self.values[self.graph.loss or ""]
 
     @property
@@ -162,9 +162,11 @@ class SampleFlow:
 
     # -- one operator -------------------------------------------------------------------------------
 
-    def _results(self, item: Operator) -> list[tuple[str | None, Value]]:
+    def _results(self, item: Operator) -> list[tuple[str | None, SampleValue]]:
         if any(name in self.made for name in item.results):
-            return [(name, self._constant(name) if name else Value(Role.WHOLE)) for name in item.results]
+            return [
+                (name, self._constant(name) if name else SampleValue(Role.WHOLE)) for name in item.results
+            ]
         given = [self.values[name] for name in item.operands]
         random = is_random(item.target)
         values = self._roles(item, given)
@@ -174,13 +176,13 @@ class SampleFlow:
             for name, value in zip(item.results, values, strict=True)
         ]
 
-    def _constant(self, name: str) -> Value:
+    def _constant(self, name: str) -> SampleValue:
         """A tensor made of numbers: rows if all samples have the same."""
         value, places = self.made[name], list(self.places(name))
         if not places:
-            return Value(Role.WHOLE, given=True)
+            return SampleValue(Role.WHOLE, given=True)
         alike = len(places) == 1 and self._repeats(name, value, places[0])
-        return Value(Role.ROWS if alike else Role.FIXED, given=True)
+        return SampleValue(Role.ROWS if alike else Role.FIXED, given=True)
 
     def _repeats(self, name: str, value: Tensor, place: Shard) -> bool:
         """Whether a tensor is the same all along one loop, which may be part of a dim: samples x heads."""
@@ -188,7 +190,7 @@ class SampleFlow:
         first = loops.narrow(place.dim + place.atom, 0, 1)
         return bool((loops == first).all())
 
-    def _checked(self, name: str, item: Operator, value: Value) -> Value:
+    def _checked(self, name: str, item: Operator, value: SampleValue) -> SampleValue:
         """`value`, unless the tensor has another number of samples' dims than its role says."""
         places = len(list(self.places(name)))
         if value.role is Role.ROWS and places != 1:
@@ -197,13 +199,13 @@ class SampleFlow:
             return replace(value, role=Role.ROWS if facts_of(item.target).rows_alike else Role.FIXED)
         return value
 
-    def _roles(self, item: Operator, given: Sequence[Value]) -> list[Value]:
+    def _roles(self, item: Operator, given: Sequence[SampleValue]) -> list[SampleValue]:
         count = len(item.results)
         mixed = next((value for value in given if value.role is Role.MIXED), None)
         if mixed is not None:
             return [mixed] * count
         if self._picks_own(item, given):
-            return [Value(Role.ROWS)]
+            return [SampleValue(Role.ROWS)]
         if item.target in EMPTY:
             return [self._empty(item, given[0])]
         if facts_of(item.target).draws_each:
@@ -212,7 +214,7 @@ class SampleFlow:
         if in_order is not None:
             return in_order
         if any(value.role is Role.FIXED for value in given):
-            return [Value(Role.MIXED, item)] * count
+            return [SampleValue(Role.MIXED, item)] * count
         scaled = self._scaled(item, given)
         if scaled is not None:
             return [scaled]
@@ -223,24 +225,26 @@ class SampleFlow:
         if taken:
             return [self._combined(item, given)] * count
         if not rows:
-            return [Value(Role.WHOLE)] * count
+            return [SampleValue(Role.WHOLE)] * count
         return self._of_rows(item, given, rows)
 
-    def _drawn(self, item: Operator, given: Sequence[Value]) -> Value:
+    def _drawn(self, item: Operator, given: Sequence[SampleValue]) -> SampleValue:
         """Random numbers, each drawn for itself: rows where samples draw alike, or each by its own row."""
         (name,) = item.results
         assert name is not None
         if all(self._is_alike(operand) for operand in item.operands):
-            return Value(Role.ROWS if any(True for _ in self.places(name)) else Role.WHOLE)
+            return SampleValue(Role.ROWS if any(True for _ in self.places(name)) else Role.WHOLE)
         if {value.role for value in given} != {Role.ROWS} or any(value.scale for value in given):
-            return Value(Role.WHOLE if {value.role for value in given} == {Role.WHOLE} else Role.MIXED, item)
+            return SampleValue(
+                Role.WHOLE if {value.role for value in given} == {Role.WHOLE} else Role.MIXED, item
+            )
         shapes = {self.graph.specs[operand].shape for operand in (*item.operands, name)}
         places = {place for operand in item.operands for place in self.places(operand)}
         if len(shapes) > 1 or len(places) > 1:
-            return Value(Role.MIXED, item)
+            return SampleValue(Role.MIXED, item)
         (place,) = places
         self.batch.add(self.dims.atoms.components[(name, place.dim, place.atom)])
-        return Value(Role.ROWS)
+        return SampleValue(Role.ROWS)
 
     def _is_alike(self, name: str) -> bool:
         """Whether a tensor has one number throughout, or none yet."""
@@ -249,7 +253,7 @@ class SampleFlow:
             return name in self.unfilled
         return made.numel() == 0 or bool((made == made.flatten()[0]).all())
 
-    def _sorted(self, item: Operator, given: Sequence[Value]) -> list[Value] | None:
+    def _sorted(self, item: Operator, given: Sequence[SampleValue]) -> list[SampleValue] | None:
         """What becomes of rows that are sorted here, or were; None where there are none."""
         marks, known = [_told(value) for value in given], self.sorted_rows
         if not any(marks):
@@ -266,7 +270,7 @@ class SampleFlow:
             return [self._in_order(item, fetched if self._is_outermost(item.operands[0]) else None)]
         if known.put_back(item, marks) and others <= {Role.WHOLE, Role.ROWS}:
             self._join_rows(item.results[0])
-            return [Value(Role.ROWS)]
+            return [SampleValue(Role.ROWS)]
         if others - {Role.WHOLE}:
             return [self._in_order(item, None)] * len(item.results)
         found = known.numbers(item, marks) or known.in_groups(item, marks) or self._row_by_row(item, marks)
@@ -282,17 +286,17 @@ class SampleFlow:
         if name is not None and not any(True for _ in self.places(name)):
             self.batch.add(self.dims.atoms.components[(name, 0, 0)])
 
-    def _empty(self, item: Operator, like: Value) -> Value:
+    def _empty(self, item: Operator, like: SampleValue) -> SampleValue:
         """A tensor of one number, as long as another."""
         if like.sorted is None:
-            return Value(Role.WHOLE)
-        return self._in_order(item, Sorted(Order.NOTHING, like.sorted.by))
+            return SampleValue(Role.WHOLE)
+        return self._in_order(item, SortingRelation(Order.NOTHING, like.sorted.by))
 
-    def _in_order(self, item: Operator, mark: Sorted | None) -> Value:
+    def _in_order(self, item: Operator, mark: SortingRelation | None) -> SampleValue:
         """Rows in the order that `mark` tells; rows that meet if there is none."""
-        return Value(Role.SORTED if mark else Role.MIXED, item, sorted=mark)
+        return SampleValue(Role.SORTED if mark else Role.MIXED, item, sorted=mark)
 
-    def _row_by_row(self, item: Operator, marks: Sequence[Sorted | None]) -> Sorted | None:
+    def _row_by_row(self, item: Operator, marks: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """What an operator makes of sorted rows, and of what is the same for all, each for itself."""
         sorts = {mark.by for mark in marks if mark}
         rows = {place for place, mark in enumerate(marks) if mark}
@@ -305,7 +309,9 @@ class SampleFlow:
         }
         option = self._option(item, rows, loops)
         free = option is not None and self._kind(item, option) is Kind.FREE
-        return Sorted(Order.ROWS, sorts.pop()) if free and option and self._in_front(option) else None
+        return (
+            SortingRelation(Order.ROWS, sorts.pop()) if free and option and self._in_front(option) else None
+        )
 
     def _in_front(self, option: Option) -> bool:
         """Whether what is sharded of the results is their first dim."""
@@ -333,7 +339,7 @@ class SampleFlow:
                 return dim, place
         return None
 
-    def _picks_own(self, item: Operator, given: Sequence[Value]) -> bool:
+    def _picks_own(self, item: Operator, given: Sequence[SampleValue]) -> bool:
         """Whether every sample picks of its own row, whose number it is."""
         own = self._numbered(item)
         if own is None or given[0].role is not Role.ROWS or given[0].scale is not None:
@@ -342,16 +348,18 @@ class SampleFlow:
         others = [value for index, value in enumerate(given[1:]) if index != own[1]]
         return place.dim == own[0] and all(value.role in (Role.WHOLE, Role.ROWS) for value in others)
 
-    def _normalised(self, item: Operator, given: Sequence[Value], taken: Sequence[Value]) -> list[Value]:
+    def _normalised(
+        self, item: Operator, given: Sequence[SampleValue], taken: Sequence[SampleValue]
+    ) -> list[SampleValue]:
         """Rows together with a mean, or another statistic, of all of them; only a sum mixes them for good."""
         statistics = [value.by for value in taken if value.by and value.role is not Role.SUM]
         if len(statistics) < len(taken) or any(value.scale for value in given):
-            return [Value(Role.MIXED, taken[0].by)] * len(item.results)
+            return [SampleValue(Role.MIXED, taken[0].by)] * len(item.results)
         self.statistics += statistics
         rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
         return self._of_rows(item, given, rows)
 
-    def _scaled(self, item: Operator, given: Sequence[Value]) -> Value | None:
+    def _scaled(self, item: Operator, given: Sequence[SampleValue]) -> SampleValue | None:
         """What becomes of rows or a sum that are divided or multiplied by a count of the batch."""
         facts = facts_of(item.target)
         if not (facts.multiplies or facts.divides) or len(given) != 2:
@@ -361,7 +369,7 @@ class SampleFlow:
             single = self.graph.specs[item.operands[place]].numel == 1
             if count.role in _TAKEN and count.given and single and other.role in (Role.ROWS, Role.SUM):
                 if other.scale is not None or self._is_half(item):
-                    return Value(Role.BENT if other.role is Role.SUM else Role.MIXED, count.by)
+                    return SampleValue(Role.BENT if other.role is Role.SUM else Role.MIXED, count.by)
                 return replace(other, scale=Scale(item.name, item.operands[place], facts.multiplies))
         return None
 
@@ -369,11 +377,11 @@ class SampleFlow:
         """Whether a sum might overflow where the mean does not."""
         return any(name and self.graph.specs[name].dtype is torch.float16 for name in item.results)
 
-    def _combined(self, item: Operator, given: Sequence[Value]) -> Value:
+    def _combined(self, item: Operator, given: Sequence[SampleValue]) -> SampleValue:
         """Sums or means with each other, and with what is the same for all samples."""
         taken = {place for place, value in enumerate(given) if value.role in _TAKEN}
         first = given[min(taken)]
-        bent = Value(Role.BENT, first.by)
+        bent = SampleValue(Role.BENT, first.by)
         alike = all((given[place].role, given[place].scale) == (first.role, first.scale) for place in taken)
         if first.role is Role.BENT or not alike:
             return bent
@@ -385,33 +393,33 @@ class SampleFlow:
         linear = [option.operands for option in options_of(item, self.dims) if option.factor == PARTIAL]
         return any({place for place, each in enumerate(one) if each == P} == places for one in linear)
 
-    def _of_rows(self, item: Operator, given: Sequence[Value], rows: set[int]) -> list[Value]:
+    def _of_rows(self, item: Operator, given: Sequence[SampleValue], rows: set[int]) -> list[SampleValue]:
         option = self._option(item, rows)
         named = [name for name in item.results if name]
         if option is None and self._is_trusted(item, rows):
-            return [Value(Role.ROWS)] * len(item.results)
+            return [SampleValue(Role.ROWS)] * len(item.results)
         if option is None or self._reads_position(item, option):
             single = all(self.graph.specs[name].numel == 1 for name in named)
             moment = facts_of(item.target).is_moment
             taken = single or moment and not any(True for one in named for _ in self.places(one))
             role = Role.BENT if taken and len(rows) == len(given) else Role.MIXED
-            return [Value(role, item)] * len(item.results)
+            return [SampleValue(role, item)] * len(item.results)
         scales = {given[place].scale for place in rows if given[place].scale}
         scaled = {place for place in rows if given[place].scale}
         if scales and (len(scales) > 1 or not self._is_linear(item, scaled)):
-            return [Value(Role.MIXED, item)] * len(item.results)
+            return [SampleValue(Role.MIXED, item)] * len(item.results)
         scale = next(iter(scales), None)
         match self._kind(item, option):
             case Kind.FREE:
-                return [Value(Role.ROWS, scale=scale)] * len(item.results)
+                return [SampleValue(Role.ROWS, scale=scale)] * len(item.results)
             case Kind.CONTRACTED if not rule_of(item).reads_values:  # else vertices meet in others
                 return [self._reduced(item, given, scale)] * len(item.results)
             case Kind.STATISTIC if facts_of(item.target).joins_samples:
                 self.statistics.append(item)
-                return [Value(Role.ROWS)] * len(item.results)
+                return [SampleValue(Role.ROWS)] * len(item.results)
             case Kind.STATISTIC if not any(True for name in named for _ in self.places(name)):
-                return [Value(Role.BENT, item)] * len(item.results)
-        return [Value(Role.MIXED, item)] * len(item.results)
+                return [SampleValue(Role.BENT, item)] * len(item.results)
+        return [SampleValue(Role.MIXED, item)] * len(item.results)
 
     def _option(self, item: Operator, rows: set[int], loops: set[Atom] | None = None) -> Option | None:
         """How the operator is sharded by samples, or other `loops`, in all that it takes of them and nothing
@@ -454,27 +462,27 @@ class SampleFlow:
             return Kind.FREE
         return equation.kind(option.factor.split(".")[0])
 
-    def _reduced(self, item: Operator, given: Sequence[Value], scale: Scale | None) -> Value:
+    def _reduced(self, item: Operator, given: Sequence[SampleValue], scale: Scale | None) -> SampleValue:
         """What an operator makes that adds up over samples."""
         facts = facts_of(item.target)
         if facts.sum_of == len(item.operands):
-            return Value(Role.SUM, item, scale=scale)
+            return SampleValue(Role.SUM, item, scale=scale)
         if facts.is_mean:
-            return Value(Role.MEAN, item, scale=scale)
+            return SampleValue(Role.MEAN, item, scale=scale)
         reduction = reduction_of(item)
         if reduction == SUM_REDUCTION:
-            return Value(Role.SUM, item, scale=scale)
+            return SampleValue(Role.SUM, item, scale=scale)
         if reduction != MEAN_REDUCTION:
-            return Value(Role.BENT, item)
+            return SampleValue(Role.BENT, item)
         if not counts_labels(item, self.graph):
-            return Value(Role.MEAN, item, scale=scale)
+            return SampleValue(Role.MEAN, item, scale=scale)
         known = all(value.given for value in given[1:])
         if scale is not None or not known or self._is_half(item):
-            return Value(Role.BENT, item)
-        return Value(Role.SUM, item, scale=Scale(item.name, None))
+            return SampleValue(Role.BENT, item)
+        return SampleValue(Role.SUM, item, scale=Scale(item.name, None))
 
 
-def _told(value: Value) -> Sorted | None:
+def _told(value: SampleValue) -> SortingRelation | None:
     """What a tensor tells of sorted rows."""
     return None if value.sorted and value.sorted.order is Order.NOTHING else value.sorted
 

@@ -51,7 +51,7 @@ class Order(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortingRelation:
     """What a tensor has to do with the rows that the operator `by`, or an equal one, sorted. `per` numbers of
     the order are one row's: 2 where each row has two keys."""
 
@@ -66,23 +66,23 @@ class SortedRows:
 
     graph: Graph
 
-    def sorting(self, item: Operator) -> tuple[Sorted | None, ...] | None:
+    def sorting(self, item: Operator) -> tuple[SortingRelation | None, ...] | None:
         """What the results of an operator are that sorts one dim, of rows; None for any other."""
         if item.target not in _SORTS or len(self.shape(item.operands[0])) != 1:
             return None
         if Instance(item, self.graph.specs)["descending"]:
             return None
         by = self._firsts[self._way(item)]
-        numbers = Sorted(Order.NUMBERS, by)
-        return (Sorted(Order.KEYS, by), numbers) if _SORTS[item.target] else (numbers,)
+        numbers = SortingRelation(Order.NUMBERS, by)
+        return (SortingRelation(Order.KEYS, by), numbers) if _SORTS[item.target] else (numbers,)
 
-    def counted(self, item: Operator) -> Sorted | None:
+    def counted(self, item: Operator) -> SortingRelation | None:
         """What a count of keys as they lie is, which are sorted somewhere: that of these, sorted."""
         place = self.place_of_keys(item)
         if place is None:
             return None
         sort = self._sorts_of.get(self._keys(item.operands[place]))
-        return Sorted(Order.COUNTS, sort) if sort and self._counts_all(item, sort) else None
+        return SortingRelation(Order.COUNTS, sort) if sort and self._counts_all(item, sort) else None
 
     def place_of_keys(self, item: Operator) -> int | None:
         """Which operand an operator counts the values of, if it counts: by bins, or by adding up ones."""
@@ -94,7 +94,7 @@ class SortedRows:
         adds = [each and each.target for each in makers] == [aten.zeros.default, aten.ones.default]
         return 1 if adds and len(self.shape(item.operands[0])) == 1 else None
 
-    def numbers(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+    def numbers(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """What becomes of orders, keys, and counts by operators that only number or count rows."""
         if self.place_of_keys(item) == 1 and not given[0] and not given[2]:
             given = given[1:2]
@@ -107,24 +107,24 @@ class SortedRows:
                 rounds = (
                     item.target is not aten.div.Tensor_mode or item.kwargs.get("rounding_mode") == "floor"
                 )
-                return Sorted(Order.NUMBERS, first.by, first.per * scalar) if rounds else None
+                return SortingRelation(Order.NUMBERS, first.by, first.per * scalar) if rounds else None
             case Order.NUMBERS if item.target in _SORTS and first.per == 1:
-                return Sorted(Order.PLACES, first.by)
+                return SortingRelation(Order.PLACES, first.by)
             case Order.KEYS if self._counts_all(item, first.by):
-                return Sorted(Order.COUNTS, first.by)
+                return SortingRelation(Order.COUNTS, first.by)
             case Order.COUNTS if item.target is aten.cumsum.default and item.args[1] in (0, -1):
-                return Sorted(Order.ENDS, first.by)
+                return SortingRelation(Order.ENDS, first.by)
         return first if self._passes_on(item) and first.order is not Order.ROWS else None
 
-    def fetched(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+    def fetched(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """The sort of whose rows an operator fetches all, each as often as it was sorted: `x[order]`."""
         index = self._index(item)
         number = given[1] if index and len(given) == 2 else None
         if number is None or number.order is not Order.NUMBERS or given[0] is not None:
             return None
-        return Sorted(Order.ROWS, number.by) if self._numbers_all(item, number) else None
+        return SortingRelation(Order.ROWS, number.by) if self._numbers_all(item, number) else None
 
-    def put_back(self, item: Operator, given: Sequence[Sorted | None]) -> bool:
+    def put_back(self, item: Operator, given: Sequence[SortingRelation | None]) -> bool:
         """Whether an operator brings sorted rows back to where they came from."""
         if self._index(item) and len(given) == 2:
             return _are(given[0], Order.ROWS) and _are(given[1], Order.PLACES, given[0])
@@ -136,7 +136,7 @@ class SortedRows:
             return False
         return self._numbers_all(item, given[1]) and (is_added or given[1].per == 1)
 
-    def in_groups(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+    def in_groups(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """Sorted rows, each times the matrix of its key."""
         if facts_of(item.target).group_ends != 2 or len(given) != 3 or given[1] is not None:
             return None
@@ -145,11 +145,11 @@ class SortedRows:
             return None
         return rows if self._sorted_keys(rows.by) == self._sorted_keys(ends.by) else None
 
-    def _numbers_all(self, item: Operator, numbers: Sorted) -> bool:
+    def _numbers_all(self, item: Operator, numbers: SortingRelation) -> bool:
         """Whether numbers are those of all rows of the first operand."""
         return self.shape(item.operands[0])[0] * numbers.per == self.shape(item.operands[1])[0]
 
-    def _inverse(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+    def _inverse(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """The places of rows: 0, 1, 2 ... put where their numbers say."""
         if item.target is not aten.index_put.default or not self._index(item, after=1) or len(given) != 3:
             return None
@@ -158,7 +158,11 @@ class SortedRows:
             return None
         size = self.shape(item.operands[1])
         counts = count is not None and count.target is aten.arange.default and count.args == size
-        return Sorted(Order.PLACES, number.by) if counts and self.shape(item.operands[0]) == size else None
+        return (
+            SortingRelation(Order.PLACES, number.by)
+            if counts and self.shape(item.operands[0]) == size
+            else None
+        )
 
     def _index(self, item: Operator, after: int = 0) -> bool:
         """Whether an operator is indexed in dim 0 alone, by one tensor of one dim."""
@@ -236,6 +240,6 @@ class SortedRows:
         return self.graph.specs[name].shape
 
 
-def _are(given: Sorted | None, order: Order, other: Sorted | None = None) -> bool:
+def _are(given: SortingRelation | None, order: Order, other: SortingRelation | None = None) -> bool:
     """Whether a tensor is that of an order, of the same sort as another if there is one."""
     return given is not None and given.order is order and (other is None or other.by == given.by)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SparseBlock:
     """Entries of a sparse block by rows, and the same ones by columns: `order` says which they are.
 
     Indices are short where they can be, as kernels want them; those of `order` are long, as torch's are.
@@ -27,10 +27,10 @@ class Block:
         return self.crow, self.column, self.crow_transposed, self.row, self.order
 
 
-def block_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Block:
+def block_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> SparseBlock:
     """The forms of a block whose entries are in the order of rows."""
     order, dtype = torch.argsort(columns, stable=True), index_dtype(len(rows), *shape)
-    return Block(
+    return SparseBlock(
         _starts(rows, shape[0]).to(dtype),
         columns.to(dtype).contiguous(),
         _starts(columns, shape[1]).to(dtype),

@@ -11,7 +11,7 @@ from autopar.api import timeline
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
-from autopar.core.timeline import Beside
+from autopar.core.timeline import RankActivity
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.devices import OVERLAP, device_model
 from autopar.cost.machine.model import CostModel
@@ -98,7 +98,7 @@ def test_moments_and_the_timeline_end_with_the_step(device: str, drawn_programs:
         assert min(moment.seconds for moment in plan.moments) >= 0
         found = timeline(plan)
         assert found.seconds == exact
-        sums = sum(event.stop - event.start for event in found.events if event.kind is Beside.SYNC)
+        sums = sum(event.stop - event.start for event in found.events if event.kind is RankActivity.SYNC)
         assert sums == pytest.approx(cost.sync, abs=CLOSE * plan.step_seconds)
         early += cost.beside > 0
     assert (early > drawn_programs / 8) == (device == "h100")

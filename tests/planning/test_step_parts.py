@@ -10,7 +10,7 @@ import pytest
 from autopar.api import plan
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, Event, StageCost, Timeline
+from autopar.core.timeline import Event, RankActivity, StageCost, Timeline
 from autopar.planning.apart import IN_VAIN
 from autopar.planning.step_parts import joined, length, staged_parts, without
 from autopar.results.plan.plan import Plan
@@ -74,13 +74,13 @@ def test_waits_are_told_apart_by_hand() -> None:
     schedule = build_schedule(ScheduleKind.GPIPE, ranks=2, stages_per_rank=1, micro_batches=1)
     events = (
         Event(0, 0, 0, F, 0.0, 4.0),
-        Event(0, 0, 0, Beside.SEND, 4.0, 6.0, 1),
+        Event(0, 0, 0, RankActivity.SEND, 4.0, 6.0, 1),
         Event(1, 1, 0, F, 6.0, 9.0),
-        Event(1, 1, 0, Beside.SEND, 9.0, 10.0, 0),
+        Event(1, 1, 0, RankActivity.SEND, 9.0, 10.0, 0),
         Event(0, 0, 0, B, 9.0, 11.0),
         Event(1, 1, 0, B, 10.0, 12.0),
-        Event(0, 0, None, Beside.SYNC, 11.0, 14.0),
-        Event(0, 0, None, Beside.UPDATE, 14.0, 15.0),
+        Event(0, 0, None, RankActivity.SYNC, 11.0, 14.0),
+        Event(0, 0, None, RankActivity.UPDATE, 14.0, 15.0),
     )
     parts = staged_parts(StepParts(compute=4.0), Timeline(schedule, events, ((), ())), 15.0)
     assert parts == StepParts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from autopar.core.schedule import ActionKind
-from autopar.core.timeline import Beside, Moment, Phase, Timeline
+from autopar.core.timeline import Moment, Phase, RankActivity, Timeline
 from autopar.results.plan.draw_timeline import perfetto, timeline_text
 from autopar.schedules.one_stage import one_stage
 
@@ -28,9 +28,9 @@ def made(micro_batches: int = 2) -> Timeline:
 def test_micro_batches_follow_each_other_and_hidden_sums_begin_before_the_last_ends() -> None:
     found = made()
     assert found.seconds == 2 * 8.5 + 1.5 + 1.0
-    (sums,) = (event for event in found.events if event.kind is Beside.SYNC)
+    (sums,) = (event for event in found.events if event.kind is RankActivity.SYNC)
     assert (sums.start, sums.stop) == (16.5, 18.5)
-    again = [event for event in found.events if event.kind is Beside.RECOMPUTE]
+    again = [event for event in found.events if event.kind is RankActivity.RECOMPUTE]
     assert [(event.micro_batch, event.start) for event in again] == [(0, 3.0), (1, 11.5)]
     assert found.busy_seconds(0) == 2 * 8.0 + 1.0
     assert (found.peak.nbytes, found.peak.seconds) == (40, 4.0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, Event, RankPeak, StageCost, Timeline
+from autopar.core.timeline import Event, RankActivity, RankPeak, StageCost, Timeline
 from autopar.errors import CheckError, InputError
 from autopar.schedules.orders import build_schedule
 from autopar.schedules.simulate import Receives, simulate
@@ -156,7 +156,7 @@ def test_a_link_carries_one_hop_at_a_time() -> None:
     )
     forwards = [event.start for event in events_of(timeline, F) if event.rank == 1]
     assert forwards == [4, 7, 10]
-    sends = [(event.rank, event.start, event.stop) for event in events_of(timeline, Beside.SEND)]
+    sends = [(event.rank, event.start, event.stop) for event in events_of(timeline, RankActivity.SEND)]
     assert sends == [(0, 1, 4), (0, 4, 7), (0, 7, 10), (1, 12, 17), (1, 17, 22), (1, 22, 27)]
     assert timeline.seconds == 28
 
@@ -178,7 +178,7 @@ def test_late_receives_pay_every_hop() -> None:
 
 def test_stages_of_one_rank_need_no_hop() -> None:
     schedule = build(K.ZBV, 3, 2, 6)
-    sends = events_of(simulate(schedule, alike(schedule, send=0.5)), Beside.SEND)
+    sends = events_of(simulate(schedule, alike(schedule, send=0.5)), RankActivity.SEND)
     assert {(event.stage, event.to_stage) for event in sends} == {
         (stage, stage + step) for stage in range(6) for step in (1, -1) if 0 <= stage + step < 6
     } - {(2, 3), (3, 2)}
@@ -212,7 +212,7 @@ def test_a_rank_updates_when_its_sends_are_through() -> None:
     timeline = simulate(
         written("0F0 0B0", "1F0 1B0"), [StageCost(1, 1, 0, send_output=1, send_gradient=3, update=1)] * 2
     )
-    updates = [(event.rank, event.start) for event in events_of(timeline, Beside.UPDATE)]
+    updates = [(event.rank, event.start) for event in events_of(timeline, RankActivity.UPDATE)]
     assert updates == [(1, 7), (0, 8)]
 
 
@@ -414,7 +414,7 @@ def test_everything_runs_once_in_order_and_after_what_it_needs(
                 assert at[stage + 1, "I", n].stop <= event.start
         if kind == "W":
             assert at[stage, "I", n].stop <= event.start
-    for event in events_of(timeline, Beside.UPDATE):
+    for event in events_of(timeline, RankActivity.UPDATE):
         assert all(other.stop <= event.start for other in actions if other.rank == event.rank)
 
 

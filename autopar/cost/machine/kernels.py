@@ -28,7 +28,7 @@ import torch
 from autopar.core.costs import Kernels
 from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
-from autopar.core.work import FusedScores, Multiplication, Product
+from autopar.core.work import FusedScores, MatrixProduct, Multiplication
 from autopar.cost.machine.flops import sized
 from costdb import operands
 
@@ -39,12 +39,12 @@ WIDE = 128  # elements of a head
 MASKED = (0.45, 0.6)  # forward and backward, of the rate without a mask that lies in memory
 
 
-def tile_seconds(product: Product, rate: float, units: int) -> float:
+def tile_seconds(product: MatrixProduct, rate: float, units: int) -> float:
     """Seconds of a product where large ones reach `rate` flop/s on so many multiprocessors."""
     return min(_in_tiles(product, rate, units, *tile) for tile in TILES)
 
 
-def _in_tiles(product: Product, rate: float, units: int, rows: int, columns: int, part: float) -> float:
+def _in_tiles(product: MatrixProduct, rate: float, units: int, rows: int, columns: int, part: float) -> float:
     tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
     splits = max(1, min(units // tiles, product.k // K0))
     waves = math.ceil(tiles * splits / units)

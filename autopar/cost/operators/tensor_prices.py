@@ -16,12 +16,12 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import MoveAction, effect
 from autopar.convert.network import (
     Alike,
-    Change,
     Network,
     Numbers,
+    PlacementChange,
     Placements,
     Seconds,
-    Unpriced,
+    UnpricedNetwork,
     paths,
     priced,
 )
@@ -134,7 +134,7 @@ class TensorPrices:
     def move_parts(self, name: str, move: Move) -> tuple[float, float]:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
-        change, weight = Change(move.axis, *move.placements), name in self._parameters
+        change, weight = PlacementChange(move.axis, *move.placements), name in self._parameters
         return self._change(
             change,
             nbytes,
@@ -153,7 +153,14 @@ class TensorPrices:
         return round(self.widening(name) * self.local_bytes(name, layout))
 
     def _change(
-        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float, parts: bool
+        self,
+        change: PlacementChange,
+        nbytes: int,
+        *,
+        requires_grad: bool,
+        weight: bool,
+        wide: float,
+        parts: bool,
     ) -> tuple[float, float]:
         """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
         of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
@@ -230,7 +237,7 @@ class TensorPrices:
             self._sizes[placements] = LocalSizes(placements)
         return self._sizes[placements]
 
-    def _changes(self, name: str, nbytes: Numbers, unpriced: Unpriced) -> tuple[Seconds, Seconds]:
+    def _changes(self, name: str, nbytes: Numbers, unpriced: UnpricedNetwork) -> tuple[Seconds, Seconds]:
         """Seconds of all moves of a network whose layouts have so many bytes, and those before the loss."""
         different, codes = np.unique(nbytes, return_inverse=True)
         larger = np.maximum(codes[unpriced.source], codes[unpriced.target])
@@ -249,7 +256,7 @@ class TensorPrices:
         ).reshape(-1, 2)
         return seconds[back, 0], seconds[back, 1]
 
-    def _whole_change(self, name: str, change: Change, nbytes: int) -> tuple[float, float]:
+    def _whole_change(self, name: str, change: PlacementChange, nbytes: int) -> tuple[float, float]:
         """Seconds of a change of placement, and those of them before the loss.
 
         A weight's all-reduce is that of a bucket.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from autopar.core.graph import Graph, GraphInput, Operator, Place, TensorSpec
+from autopar.core.graph import Graph, GraphInput, Operator, ProcessNumber, TensorSpec
 from autopar.errors import InputError, TraceError
 
 Line: TypeAlias = Callable[[int, int], int]  # the size that those in two graphs tell
@@ -145,7 +145,7 @@ def _tree(less: Any, more: Any, line: Line) -> Any:
             return type(less)(_tree(mine, theirs, line) for mine, theirs in zip(less, more, strict=True))
         case dict() if less.keys() == more.keys():
             return {key: _tree(mine, more[key], line) for key, mine in less.items()}
-        case int() if not isinstance(less, bool | Place):
+        case int() if not isinstance(less, bool | ProcessNumber):
             return less if less == more else line(less, more)
     if isinstance(less, tuple | list | dict) or less != more:
         raise _UnlikeError

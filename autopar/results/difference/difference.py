@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.core.fingerprint import Difference as FirstDifference
+from autopar.core.fingerprint import GraphDifference
 from autopar.results.files.text import html_of, text_of
 from autopar.results.plan.plan import Layer, Plan
 from autopar.results.plan.plan_words import splits_of
@@ -101,7 +101,7 @@ def difference(before: Plan, after: Plan, *, names: tuple[str, str] = ("first", 
     )
 
 
-def _where(first: FirstDifference) -> str:
+def _where(first: GraphDifference) -> str:
     """Where two programs first differ, and what stands there in each."""
     return f"{first.where}: {first.planned} and {first.here}"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.core.schedule import ActionKind
-from autopar.core.timeline import Beside, Event, EventKind, Timeline
+from autopar.core.timeline import Event, EventKind, RankActivity, Timeline
 from autopar.errors import InputError
 from autopar.results.files.whole_file import write_whole
 from autopar.units import show_bytes, show_seconds
@@ -31,12 +31,12 @@ MARKS: dict[EventKind, tuple[str, str]] = {
     ActionKind.BACKWARD: ("=", "backward"),
     ActionKind.INPUT_GRADIENT: ("~", "input gradients"),
     ActionKind.WEIGHT_GRADIENT: ("+", "weight gradients"),
-    Beside.SYNC: ("s", "waits for gradient sums"),
-    Beside.UPDATE: ("u", "update"),
-    Beside.RECOMPUTE: ("r", "recomputes"),
-    Beside.COPIES: ("c", "waits for copies"),
+    RankActivity.SYNC: ("s", "waits for gradient sums"),
+    RankActivity.UPDATE: ("u", "update"),
+    RankActivity.RECOMPUTE: ("r", "recomputes"),
+    RankActivity.COPIES: ("c", "waits for copies"),
 }
-WAITING = (Beside.SYNC, Beside.COPIES)
+WAITING = (RankActivity.SYNC, RankActivity.COPIES)
 MICROSECONDS = 1e6  # in a second; the unit of trace files
 
 

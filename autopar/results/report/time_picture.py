@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.core.schedule import ActionKind
-from autopar.core.timeline import Beside, Event, EventKind, HeldBytes, Phase, Timeline
+from autopar.core.timeline import Event, EventKind, HeldBytes, Phase, RankActivity, Timeline
 from autopar.results.plan.plan import Plan, Stage
 from autopar.results.report.figures import WHOLE, Bar, Cell, Picture, Piece, Table, named, nbytes, seconds
 from autopar.units import show_bytes, show_seconds
@@ -22,13 +22,13 @@ POINTS = 250  # of a curve
 FULLEST = 10  # moments that a table shows
 COLOURS: dict[EventKind, tuple[str, str]] = {
     ActionKind.FORWARD: ("time-forward", "forward"),
-    Beside.RECOMPUTE: ("part-recompute", "forward again, to save memory"),
+    RankActivity.RECOMPUTE: ("part-recompute", "forward again, to save memory"),
     ActionKind.BACKWARD: ("time-backward", "backward"),
     ActionKind.INPUT_GRADIENT: ("time-input", "gradients of inputs"),
     ActionKind.WEIGHT_GRADIENT: ("time-weight", "gradients of weights"),
-    Beside.COPIES: ("part-waits", "waits for copies"),
-    Beside.SYNC: ("part-sums", "sums of gradients"),
-    Beside.UPDATE: ("part-optimizer", "the optimizer"),
+    RankActivity.COPIES: ("part-waits", "waits for copies"),
+    RankActivity.SYNC: ("part-sums", "sums of gradients"),
+    RankActivity.UPDATE: ("part-optimizer", "the optimizer"),
 }
 PHASES = {
     Phase.FORWARD: "forward",
@@ -84,8 +84,8 @@ def _of_stages(plan: Plan, timeline: Timeline, drawn: Sequence[Event], units: fl
 
 
 def _of_one(drawn: Sequence[Event], units: float) -> Iterator[Bar]:
-    sums = [event for event in drawn if event.kind is Beside.SYNC]
-    own = [event for event in drawn if event.kind is not Beside.SYNC]
+    sums = [event for event in drawn if event.kind is RankActivity.SYNC]
+    own = [event for event in drawn if event.kind is not RankActivity.SYNC]
     for name, events in (("operators and the optimizer", own), ("sums of gradients", sums)):
         if events:
             total = show_seconds(sum(event.stop - event.start for event in events))

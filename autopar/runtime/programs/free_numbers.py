@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx
 
-from autopar.core.graph import Place
+from autopar.core.graph import ProcessNumber
 from autopar.core.operator_facts import is_random
 from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.programs.guards import Guard, Slot
@@ -257,7 +257,7 @@ def _same(ours: Any, theirs: Any, module: fx.GraphModule, numbers: Numbers) -> b
     if isinstance(ours, slice):
         parts = ((ours.start, theirs.start), (ours.stop, theirs.stop), (ours.step, theirs.step))
         return all(_same(mine, other, module, numbers) for mine, other in parts)
-    was = ours if isinstance(ours, Place) else numbers.as_before(ours)
+    was = ours if isinstance(ours, ProcessNumber) else numbers.as_before(ours)
     return type(was) is type(theirs) and bool(was == theirs or (_is_nan(was) and _is_nan(theirs)))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 
-from autopar.core.graph import Place, TensorSpec
+from autopar.core.graph import ProcessNumber, TensorSpec
 from autopar.errors import TraceError
 from autopar.trace.backwards import applied_functions, custom_calls, custom_operator, stand_ins
 from autopar.trace.backwards.custom_calls import Answered, FunctionCall, HookCall
@@ -117,7 +117,7 @@ class _Judgement:
     """What is done with a call: no `place` where it is traced; `pattern` is of what it returns."""
 
     call: FunctionCall | HookCall  # alive as long as its identity is remembered
-    place: Place | None
+    place: ProcessNumber | None
     pattern: tuple[bool, ...] | None
 
 
@@ -220,7 +220,7 @@ def _outside(where: str, found: str) -> TraceError:
     )
 
 
-def _written(place: Place, operands: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+def _written(place: ProcessNumber, operands: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     known = custom_operator.call_at(place)
     results: list[Tensor] = CUSTOM(list(operands), known.title, known.digest, marked(numbers), place)
     return results

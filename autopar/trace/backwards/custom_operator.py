@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from autopar.core.graph import Place, TensorSpec
+from autopar.core.graph import ProcessNumber, TensorSpec
 
 NAMESPACE = "autopar_user"  # no collectives: those are autopar's own
 _Library: Any = torch.library.Library  # ships without types
@@ -64,13 +64,13 @@ class CustomCall:
 _CALLS: list[CustomCall] = []
 
 
-def place_of(call: CustomCall) -> Place:
+def place_of(call: CustomCall) -> ProcessNumber:
     """Where an equal call lies in the table, from now on."""
     for place, known in enumerate(_CALLS):
         if (known.identity, known.digest) == (call.identity, call.digest):
-            return Place(place)
+            return ProcessNumber(place)
     _CALLS.append(call)
-    return Place(len(_CALLS) - 1)
+    return ProcessNumber(len(_CALLS) - 1)
 
 
 def call_at(place: int) -> CustomCall:

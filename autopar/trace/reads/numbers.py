@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.core.graph import Graph, Place, Ref
+from autopar.core.graph import Graph, ProcessNumber, Ref
 
 Plain: TypeAlias = float | int
 Formula: TypeAlias = Callable[[Sequence[Plain]], Any]
@@ -341,7 +341,7 @@ def as_before(graph: Graph) -> Graph:
 
     def old(tree: Any) -> Any:
         match tree:
-            case Ref() | Place():
+            case Ref() | ProcessNumber():
                 return tree
             case tuple():
                 return tuple(map(old, tree))

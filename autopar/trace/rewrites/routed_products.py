@@ -25,7 +25,7 @@ from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.operator_facts import facts_of
 from autopar.sharding.rowwise import rowwise
 from autopar.sharding.rule import Instance
-from autopar.sharding.sorted_rows import EMPTY, Order, Sorted, SortedRows
+from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelation
 from autopar.trace.forms.grouped_products import GROUPED_MM
 from autopar.trace.forms.simplify import without_dead_code, without_identities
 from autopar.trace.forms.sparse_products import NAMESPACE
@@ -61,7 +61,7 @@ class _Unsorting:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.known = graph, SortedRows(graph)
         self.specs = dict(graph.specs)
-        self.marks: dict[str, Sorted] = {}
+        self.marks: dict[str, SortingRelation] = {}
         self.keys: dict[str, Ref] = {}  # by the operator that sorts them
         self.kept: set[str] = set()  # sorts whose order somebody else sees
         self.grouped: set[str] = set()
@@ -87,7 +87,7 @@ class _Unsorting:
         if not any(given):
             self.marks_of_sort(item)
         elif item.target in EMPTY:
-            self.give(item, Sorted(Order.NOTHING, next(mark.by for mark in given if mark)))
+            self.give(item, SortingRelation(Order.NOTHING, next(mark.by for mark in given if mark)))
         elif mark := self.known.fetched(item, given):
             self.give(item, mark)
         elif self.known.put_back(item, self.into_nothing(given)) and self.returns(item):
@@ -113,11 +113,11 @@ class _Unsorting:
         self.keys[item.name] = Ref(item.operands[0])
         self.marks |= {name: mark for name, mark in zip(item.results, marks, strict=True) if name and mark}
 
-    def give(self, item: Operator, mark: Sorted, *, last_only: bool = False) -> None:
+    def give(self, item: Operator, mark: SortingRelation, *, last_only: bool = False) -> None:
         names = item.results[-1:] if last_only else item.results
         self.marks |= {name: mark for name in names if name}
 
-    def into_nothing(self, given: Sequence[Sorted | None]) -> list[Sorted | None]:
+    def into_nothing(self, given: Sequence[SortingRelation | None]) -> list[SortingRelation | None]:
         """Without the marks of tensors that are only as long as the rows."""
         return [None if mark and mark.order is Order.NOTHING else mark for mark in given]
 
@@ -131,13 +131,13 @@ class _Unsorting:
         """Whether products are of the rows' dtype."""
         return Instance(item, self.specs).arguments.get("out_dtype") is None
 
-    def row_by_row(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+    def row_by_row(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
         """What an operator makes of rows of one order, each by itself and by what is the same for all."""
         sorts = {mark.by for mark in given if mark}
         if len(sorts) > 1 or any(mark.order is not Order.ROWS for mark in given if mark):
             return None
         marked = {name for name, mark in zip(item.operands, given, strict=True) if mark}
-        return Sorted(Order.ROWS, sorts.pop()) if marked == set(rowwise(item, self.specs)) else None
+        return SortingRelation(Order.ROWS, sorts.pop()) if marked == set(rowwise(item, self.specs)) else None
 
     # -- the graph without them -----------------------------------------------------------------------
 

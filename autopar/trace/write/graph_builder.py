@@ -18,7 +18,7 @@ from autopar.core.graph import (
     GraphInput,
     InputKind,
     Operator,
-    Place,
+    ProcessNumber,
     Ref,
     map_refs,
     may_learn,
@@ -282,7 +282,7 @@ class GraphBuilder:
             if target is aten.copy.default:
                 target, args, kwargs = self.in_place.copied(node, args[1], self.graph.specs[written])
         if target is CUSTOM:
-            args = (*args[:4], Place(args[4]))
+            args = (*args[:4], ProcessNumber(args[4]))
         if spreads_out(node, target):
             args = (self.spread_out(node, args[0]), *args[1:])
         value = self.write(node, target, args, kwargs, node.meta.get("val"), grad=grad, written=written)

@@ -10,7 +10,7 @@ import torch
 
 from autopar.core.costs import DeviceModel, Kernels
 from autopar.core.graph import Call, TensorSpec
-from autopar.core.work import Product
+from autopar.core.work import MatrixProduct
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.devices import GPUS
 from autopar.cost.machine.kernels import K0, KEYS0, MASKED, rate_of, tile_seconds, work_seconds
@@ -30,26 +30,26 @@ def call(target: Any, *args: Any) -> Call:
 
 
 def test_a_product_of_full_waves_takes_its_tiles_one_after_the_other() -> None:
-    product = Product(1, 512, 256, 1024)  # four tiles of 256 x 128, one for each unit
+    product = MatrixProduct(1, 512, 256, 1024)  # four tiles of 256 x 128, one for each unit
     assert tile_seconds(product, 4.0, 4) == 2 * 256 * 128 * (1024 + K0)
-    assert tile_seconds(Product(1, 1024, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
-    assert tile_seconds(Product(2, 512, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
+    assert tile_seconds(MatrixProduct(1, 1024, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
+    assert tile_seconds(MatrixProduct(2, 512, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
 
 
 def test_what_begins_a_wave_pays_for_all_of_it() -> None:
-    full, more = Product(1, 512, 256, 128), Product(1, 513, 256, 128)
+    full, more = MatrixProduct(1, 512, 256, 128), MatrixProduct(1, 513, 256, 128)
     assert tile_seconds(more, 4.0, 4) > 1.1 * tile_seconds(full, 4.0, 4)
 
 
 def test_few_tiles_share_the_sums_of_a_long_one() -> None:
     """One tile of 64 x 64 on four units: each sums a quarter."""
-    seconds = tile_seconds(Product(1, 64, 64, 4096), 4.0, 4)
+    seconds = tile_seconds(MatrixProduct(1, 64, 64, 4096), 4.0, 4)
     assert seconds == pytest.approx(4 * 2 * 64 * 64 * (1024 + K0) / 4 / 0.6)
 
 
 def test_small_products_reach_a_smaller_part_of_the_rate_than_large_ones() -> None:
     def rate(size: int) -> float:
-        return 2 * size**3 / tile_seconds(Product(1, size, size, size), 4.0, 4)
+        return 2 * size**3 / tile_seconds(MatrixProduct(1, size, size, size), 4.0, 4)
 
     assert rate(64) < rate(256) < rate(1024) < rate(8192) < 4.0
 
@@ -57,22 +57,22 @@ def test_small_products_reach_a_smaller_part_of_the_rate_than_large_ones() -> No
 @pytest.mark.parametrize(
     ("subject", "product"),
     [
-        (call(ATEN.mm.default, x(5, 3), x(3, 7)), Product(1, 5, 7, 3)),
-        (call(ATEN.linear.default, x(2, 5, 3), x(7, 3)), Product(1, 10, 7, 3)),
-        (call(ATEN.bmm.default, x(2, 5, 3), x(2, 3, 7)), Product(2, 5, 7, 3)),
-        (call(ATEN.addmm.default, x(7), x(5, 3), x(3, 7)), Product(1, 5, 7, 3)),
+        (call(ATEN.mm.default, x(5, 3), x(3, 7)), MatrixProduct(1, 5, 7, 3)),
+        (call(ATEN.linear.default, x(2, 5, 3), x(7, 3)), MatrixProduct(1, 10, 7, 3)),
+        (call(ATEN.bmm.default, x(2, 5, 3), x(2, 3, 7)), MatrixProduct(2, 5, 7, 3)),
+        (call(ATEN.addmm.default, x(7), x(5, 3), x(3, 7)), MatrixProduct(1, 5, 7, 3)),
         (
             call(ATEN.conv2d.default, x(2, 3, 8, 8), x(4, 3, 3, 3), None, [1, 1], [1, 1]),
-            Product(1, 128, 4, 27),
+            MatrixProduct(1, 128, 4, 27),
         ),
         (
             call(ATEN.conv2d.default, x(2, 4, 8, 8), x(6, 2, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
-            Product(2, 128, 3, 2),
+            MatrixProduct(2, 128, 3, 2),
         ),
     ],
     ids=lambda item: str(item.target) if isinstance(item, Call) else "",
 )
-def test_forms_are_products_and_so_are_their_gradients(subject: Call, product: Product) -> None:
+def test_forms_are_products_and_so_are_their_gradients(subject: Call, product: MatrixProduct) -> None:
     def seconds(*, backward: bool) -> float | None:
         return work_seconds(subject, KERNELS, 4.0, backward=backward)
 
@@ -81,13 +81,13 @@ def test_forms_are_products_and_so_are_their_gradients(subject: Call, product: P
 
 
 def test_the_gradients_of_a_product_have_its_sizes_in_other_places() -> None:
-    assert Product(2, 3, 5, 7).left == Product(2, 3, 7, 5)
-    assert Product(2, 3, 5, 7).right == Product(2, 7, 5, 3)
+    assert MatrixProduct(2, 3, 5, 7).left == MatrixProduct(2, 3, 7, 5)
+    assert MatrixProduct(2, 3, 5, 7).right == MatrixProduct(2, 7, 5, 3)
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:
     subject = call(ATEN.linear.default, x(128, 64), x(256, 64, requires_grad=False))
-    wanted = tile_seconds(Product(1, 128, 64, 256), 4.0, 4)
+    wanted = tile_seconds(MatrixProduct(1, 128, 64, 256), 4.0, 4)
     assert work_seconds(subject, KERNELS, 4.0, backward=True) == wanted
 
 

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, StageCost, Timeline
+from autopar.core.timeline import RankActivity, StageCost, Timeline
 from autopar.errors import InputError
 from autopar.results.plan import draw_timeline
 from autopar.results.plan.draw_timeline import perfetto, timeline_text, write_trace
@@ -140,7 +140,7 @@ def test_a_trace_file_reads_back_as_the_timeline(tmp_path: Path) -> None:
         for event in timeline.events
     )
     assert found == wanted
-    staged = (*ActionKind, Beside.SEND, Beside.SYNC, Beside.UPDATE)
+    staged = (*ActionKind, RankActivity.SEND, RankActivity.SYNC, RankActivity.UPDATE)
     assert {event["cat"] for event in complete} == {kind.name.lower() for kind in staged}
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
     assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [
