@@ -26,7 +26,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
-from autopar.cost.operators.fused_groups import FusedGroups, Member, find_groups
+from autopar.cost.operators.fused_groups import FusedGroups, OperatorTraffic, find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
@@ -38,7 +38,7 @@ from autopar.planning.known_cuts import KnownCuts
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
-from autopar.solve.assignment.memory_frontier import Priced
+from autopar.solve.assignment.memory_frontier import MemoryPricedProgram
 from autopar.solve.assignment.multipliers import MultiplierSearch
 from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.assignment.written_programs import WrittenPrograms
@@ -108,7 +108,7 @@ class MeshProblem:
     )  # for prices of bytes
 
     @property
-    def roles(self) -> Mapping[str, Member] | None:
+    def roles(self) -> Mapping[str, OperatorTraffic] | None:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
 
@@ -425,7 +425,7 @@ class MeshProblem:
         With them, what memory makes all assignments take, by prices around what a byte has cost.
         """
         force, flight, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
-        ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
+        ask = partial(MemoryPricedProgram, self.graph, self.prices, self.spaces[force], self.folding)
         corners = list(ask().corners(flight, solution.seconds * (1 - SAME)))
         spared = (
             fastest.peak.state - solution.peak.state + flight * (fastest.peak.saved - solution.peak.saved)

@@ -15,7 +15,7 @@ from autopar.core.pipeline import stages_of_uses
 from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.results.plan.plan import Plan
-from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.defer_sync import DeferredSync, defer
 from autopar.rewrite.hoist import hoist
 from autopar.rewrite.late_gradients import make_late
 from autopar.rewrite.overlap import overlap
@@ -166,7 +166,7 @@ def _stage(
 
 
 def _parts(
-    traced: Traced, plan: Plan, dims: Dims, rank: int, deferred: Mapping[str, Deferred]
+    traced: Traced, plan: Plan, dims: Dims, rank: int, deferred: Mapping[str, DeferredSync]
 ) -> tuple[InputPart, ...]:
     """How a rank of the mesh takes each input of the graph."""
     users = list(traced.arguments.paths)
@@ -190,7 +190,7 @@ def _parts(
     )
 
 
-def _reduced(deferred: Deferred | None) -> torch.dtype | None:
+def _reduced(deferred: DeferredSync | None) -> torch.dtype | None:
     return None if deferred is None or deferred.reduce is None else DTYPES[deferred.reduce]
 
 
@@ -246,7 +246,7 @@ def _gathered_once(program: Program) -> set[str]:
     return {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
 
 
-def _deferred_keys(deferred: Mapping[str, Deferred]) -> set[str]:
+def _deferred_keys(deferred: Mapping[str, DeferredSync]) -> set[str]:
     """Every group key of what is done once a step."""
     keys = {str(gather.arguments[0]) for item in deferred.values() for gather in item.gathers}
     return keys | {item.key for item in deferred.values() if item.key is not None}

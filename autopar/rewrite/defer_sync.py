@@ -45,7 +45,7 @@ GATHERS = (*SCATTERS, torch.ops.autopar.s_to_r.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
+class DeferredSync:
     """What is done once a step for a weight: gathers, and the sum of its gradient over the ranks of `key`, in
     `reduce` if that isn't its own dtype."""
 
@@ -56,7 +56,7 @@ class Deferred:
 
 def defer(
     graph: fx.Graph, parameters: Collection[str], gathered_once: Collection[str] = ()
-) -> tuple[fx.Graph, dict[str, Deferred]]:
+) -> tuple[fx.Graph, dict[str, DeferredSync]]:
     """A copy of `graph` without what leads from `parameters` once a step. `r_to_b` chains of these
     placeholders are left out, and gathers of those that are `gathered_once`.
 
@@ -86,7 +86,7 @@ def _chain(node: fx.Node, *, gathered: bool) -> Iterator[fx.Node]:
         yield node
 
 
-def _deferred(chain: Sequence[fx.Node]) -> Deferred:
+def _deferred(chain: Sequence[fx.Node]) -> DeferredSync:
     summed = [str(link.args[1]) for link in chain if link.target not in GATHERS]
     gathers = []
     for link in chain:
@@ -98,4 +98,4 @@ def _deferred(chain: Sequence[fx.Node]) -> Deferred:
     left = [parse_key(group) for group in summed if group not in done]
     key = left[0][0].key(axis for _, axes in left for axis in axes) if left else None
     reduce = next((low for link in chain if (low := (SUMS | SCATTERS).get(link.target))), None)
-    return Deferred(key, tuple(gathers), reduce)
+    return DeferredSync(key, tuple(gathers), reduce)

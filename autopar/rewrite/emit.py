@@ -28,7 +28,7 @@ _PATTERNS: dict[
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class LocalCall:
     """One local call as it was written: its tensors in argument order, and what it gave."""
 
     call: Call
@@ -47,7 +47,7 @@ class GraphEmitter:
         self.constants: dict[str, torch.Tensor] = {}  # of this rank, by placeholder
         self.known: dict[object, fx.Node] = {}  # their nodes, by key
         self.memory: dict[fx.Node, object] = {}  # of constants: equal for those that are one tensor
-        self.written: list[Written] = []
+        self.written: list[LocalCall] = []
         self.collectives: list[tuple[str, tuple[Any, ...], TensorSpec]] = []
 
     def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
@@ -90,14 +90,14 @@ class GraphEmitter:
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
             self.meta[node] = values
-            self.written.append(Written(call, operands, (node,)))
+            self.written.append(LocalCall(call, operands, (node,)))
             return node
         parts: list[fx.Node] = []
         for index, value in enumerate(values):
             part = self.graph.call_function(operator.getitem, (node, index))
             self.meta[part] = value
             parts.append(part)
-        self.written.append(Written(call, operands, tuple(parts)))
+        self.written.append(LocalCall(call, operands, tuple(parts)))
         return tuple(parts)
 
     def _evaluated(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

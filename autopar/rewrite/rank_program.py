@@ -63,12 +63,12 @@ def rewrite(
     exact_random: bool = True,
 ) -> RankProgram:
     """Write the program of `rank`; raises CheckError where a local shape is not what the layout says."""
-    writer = _Writer(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
+    writer = _RankWriter(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
     writer.write()
     return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers, writer.steps)
 
 
-class _Writer:
+class _RankWriter:
     def __init__(
         self,
         graph: Graph,

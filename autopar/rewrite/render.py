@@ -36,7 +36,7 @@ def render(
     `layers` says which module each call (by node name) belongs to, written above each group of calls;
     `notes` are comments on the placeholders (by name).
     """
-    writer = _Writer(graph)
+    writer = _CallWriter(graph)
     lines = ["def forward(", *writer.signature(notes or {}), "):"]
     layer = None
     for node in graph.nodes:
@@ -81,7 +81,7 @@ def _note(item: InputPart) -> str:
     return note + (f"  gradient summed over {item.sync}{low}" if item.sync else "")
 
 
-class _Writer:
+class _CallWriter:
     """Short names for all values, and every call as a statement."""
 
     def __init__(self, graph: fx.Graph) -> None:

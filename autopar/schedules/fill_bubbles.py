@@ -20,7 +20,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ALWAYS_SPLIT, Action, ActionKind, Schedule, Slot
 from autopar.core.timeline import StageCost
 from autopar.schedules.orders import build_schedule
-from autopar.schedules.simulate import Receives, Run
+from autopar.schedules.simulate import Receives, ScheduleRun
 
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
 
@@ -47,7 +47,7 @@ def order_of(pipeline: Pipeline) -> Schedule:
     return filled(plain, pipeline.filling) if pipeline.filling else plain
 
 
-class _Filling(Run):
+class _Filling(ScheduleRun):
     """Runs W early while a rank waits; `moved[rank]` says before which action it ran which."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost], receives: Receives) -> None:

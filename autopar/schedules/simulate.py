@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], *, receives: Receiv
             wanted=f"costs of {schedule.stages} stages",
             remedy="give one StageCost per stage, in the order of stages",
         )
-    run = Run(schedule, costs, receives or Receives.of_torch(schedule.kind))
+    run = ScheduleRun(schedule, costs, receives or Receives.of_torch(schedule.kind))
     run.all_actions()
     actions = tuple(run.events)
     events = [*actions, *(event for rank in range(schedule.ranks) for event in _ending(rank, actions, costs))]
@@ -88,7 +88,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], *, receives: Receiv
     return Timeline(schedule, tuple(events), held)
 
 
-class Run:
+class ScheduleRun:
     """The clocks of all ranks and links while the actions are run through."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost], receives: Receives) -> None:

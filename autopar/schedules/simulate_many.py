@@ -88,7 +88,7 @@ def step_seconds(schedule: Schedule, costs: CutCosts) -> Seconds:
 @lru_cache(maxsize=64)
 def in_waves(schedule: Schedule) -> Waves:
     """All ranks' actions, each as early as what it waits for allows."""
-    writer = _Writer(schedule)
+    writer = _WaveWriter(schedule)
     waves = tuple(writer.wave(turns) for turns in _by_wave(schedule))
     return Waves(waves, writer.slots, tuple(sender for sender, _ in writer.links))
 
@@ -142,7 +142,7 @@ def _needed(action: Action, schedule: Schedule) -> Message | None:
     return message
 
 
-class _Writer:
+class _WaveWriter:
     """Numbers what a wave's actions read and write."""
 
     def __init__(self, schedule: Schedule) -> None:

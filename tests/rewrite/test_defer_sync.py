@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators)
-from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.defer_sync import DeferredSync, defer
 from autopar.runtime.executable import Gather
 
 r_to_b = torch.ops.autopar.r_to_b.default
@@ -34,7 +34,7 @@ def test_leading_chains_of_parameters_leave_the_program() -> None:
     before = program()
     printed = str(before)
     after, keys = defer(before, ["chain", "fork", "mixed", "late"])
-    assert keys == {"chain": Deferred("ab@2x2"), "fork": Deferred("b@2x2")}
+    assert keys == {"chain": DeferredSync("ab@2x2"), "fork": DeferredSync("b@2x2")}
     assert str(before) == printed
     left = [str(node.args[0]) for node in after.nodes if node.target is r_to_b]
     assert left == ["mixed", "relu_default_4"]
@@ -42,7 +42,7 @@ def test_leading_chains_of_parameters_leave_the_program() -> None:
 
 def test_only_parameters_are_touched() -> None:
     _, keys = defer(program(), ["fork"])
-    assert keys == {"fork": Deferred("b@2x2")}
+    assert keys == {"fork": DeferredSync("b@2x2")}
 
 
 def test_weights_that_are_gathered_once_leave_their_gathers() -> None:
@@ -55,5 +55,5 @@ def test_weights_that_are_gathered_once_leave_their_gathers() -> None:
     graph.output(tuple(graph.call_function(relu, (item,)) for item in (a, b, c)))
     after, found = defer(graph, ["first", "second", "kept"], gathered_once=["first", "second"])
     gather = Gather("s_to_b", ("a@2x2", *rest))
-    assert found == {"first": Deferred("b@2x2", (gather,)), "second": Deferred(None, (gather,))}
+    assert found == {"first": DeferredSync("b@2x2", (gather,)), "second": DeferredSync(None, (gather,))}
     assert [str(node.args[0]) for node in after.nodes if node.target is s_to_b] == ["kept"]

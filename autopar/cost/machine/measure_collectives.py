@@ -111,7 +111,7 @@ def _in_rounds(points: Sequence[Point], progress: Progress | None) -> list[Colle
         if progress:
             progress(len(found), len(points), f"{len(portion)} exchanges in rounds")
         with torch.enable_grad():
-            found += measure_in_rounds([_exchange(*point) for point in portion], _Work(), budget=BUDGET)
+            found += measure_in_rounds([_exchange(*point) for point in portion], _RankWork(), budget=BUDGET)
     return found
 
 
@@ -122,7 +122,7 @@ def _exchange(span: Span, kind: Collective, nbytes: int) -> Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _RankWork:
     """What a rank computes between two exchanges."""
 
     factor: Tensor = field(default_factory=lambda: torch.randn(PRODUCT_ROWS, PRODUCT_ROWS))

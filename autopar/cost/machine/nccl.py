@@ -49,7 +49,7 @@ RING, TREE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that talk, evenly spread over `nodes`; `inter` is each device's own way out of its node."""
 
     size: int
@@ -73,7 +73,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TransferLine:
     """Seconds by bytes: `latency + share * nbytes / bandwidth`."""
 
     latency: float
@@ -84,7 +84,7 @@ class Line:
         return self.latency + self.share * nbytes / self.bandwidth
 
 
-def seconds(kind: Collective, nbytes: int, group: Group) -> float | None:
+def seconds(kind: Collective, nbytes: int, group: RankGroup) -> float | None:
     """Seconds of a collective, `nbytes` of the full tensor; None for kinds that NCCL makes of messages."""
     if kind not in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         return None
@@ -94,7 +94,7 @@ def seconds(kind: Collective, nbytes: int, group: Group) -> float | None:
 
 
 @lru_cache(maxsize=MOST_GROUPS)
-def lines(kind: Collective, group: Group) -> tuple[Line, ...]:
+def lines(kind: Collective, group: RankGroup) -> tuple[TransferLine, ...]:
     """What a collective takes by each algorithm and protocol."""
     found = [ring(kind, group, protocol) for protocol in PROTOCOLS]
     if kind is Collective.ALL_REDUCE:
@@ -102,7 +102,7 @@ def lines(kind: Collective, group: Group) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def ring(kind: Collective, group: Group, protocol: Protocol) -> Line:
+def ring(kind: Collective, group: RankGroup, protocol: Protocol) -> TransferLine:
     """One ring through all ranks, or the two passes of an all-reduce."""
     whole = kind is Collective.ALL_REDUCE
     steps = (group.size - 1) * (2 if whole else 1)
@@ -112,12 +112,12 @@ def ring(kind: Collective, group: Group, protocol: Protocol) -> Line:
     latency = MICRO * protocol.base[RING]
     latency += group.hops(steps - far, far, (protocol.near[RING], protocol.far[RING]))
     latency *= protocol.slow_far if several else 1.0
-    return Line(latency, steps / group.size, group.bandwidth * protocol.part)
+    return TransferLine(latency, steps / group.size, group.bandwidth * protocol.part)
 
 
-def tree(group: Group, protocol: Protocol) -> Line:
+def tree(group: RankGroup, protocol: Protocol) -> TransferLine:
     """Up and down a tree of nodes, each a chain of its ranks."""
     near, far = group.size / group.nodes - 1, math.log2(group.nodes)
     latency = MICRO * protocol.base[TREE]
     latency += 2 * group.hops(near, far, (protocol.near[TREE], protocol.far[TREE]))
-    return Line(latency, 2, group.bandwidth * TREE_PART * protocol.part)
+    return TransferLine(latency, 2, group.bandwidth * TREE_PART * protocol.part)

@@ -22,14 +22,14 @@ from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.cost.operators.saved import stand_ins
-from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.rewrite.emit import GraphEmitter, LocalCall
 from costdb.footprint import footprint
 from costdb.operands import specs
 from costdb.slopes import passes
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallResult:
     """A value that a call gives: in `nbytes` of new storage, or in that of value `alias`."""
 
     value: int
@@ -54,7 +54,7 @@ class CallMemory:
     scratch is what it needs in passing beside what it gives and saves, forward and backward."""
 
     takes: tuple[int, ...]
-    gives: tuple[Given, ...]
+    gives: tuple[CallResult, ...]
     saves: frozenset[int]
     own: int
     gradients: tuple[Gradient, ...]
@@ -76,7 +76,7 @@ def read_calls(
     emitter: GraphEmitter, values: Sequence[fx.Node], results: Sequence[Any], kind: str
 ) -> OperatorCalls:
     """The calls that a rule wrote for operands `values`, on a device of `kind`."""
-    return _Reader(emitter, values, kind).read(results)
+    return _CallReader(emitter, values, kind).read(results)
 
 
 def read_call(call: Call, kind: str) -> OperatorCalls:
@@ -86,7 +86,7 @@ def read_call(call: Call, kind: str) -> OperatorCalls:
     results = tuple(range(first, first + len(found.results)))
     pairs = zip(results, found.results, found.aliases, strict=True)
     gives = [
-        Given(number, 0 if alias is not None or spec is None else spec.nbytes, alias)
+        CallResult(number, 0 if alias is not None or spec is None else spec.nbytes, alias)
         for number, spec, alias in pairs
     ]
     if facts_of(call.target).whole_first and gives[0].nbytes < given[0].nbytes:
@@ -94,7 +94,9 @@ def read_call(call: Call, kind: str) -> OperatorCalls:
     return OperatorCalls((_memory_of(call, kind, tuple(range(first)), tuple(gives)),), results)
 
 
-def _memory_of(call: Call, kind: str, places: Sequence[int | None], gives: Sequence[Given]) -> CallMemory:
+def _memory_of(
+    call: Call, kind: str, places: Sequence[int | None], gives: Sequence[CallResult]
+) -> CallMemory:
     """What a local call does to memory, on operands at these places, None of what is held from the start."""
     found, both = footprint(call, kind), passes(call, kind)
     made = [each.value for each in gives]
@@ -117,7 +119,7 @@ def _memory_of(call: Call, kind: str, places: Sequence[int | None], gives: Seque
     )
 
 
-class _Reader:
+class _CallReader:
     def __init__(self, emitter: GraphEmitter, values: Sequence[fx.Node], kind: str) -> None:
         self.emitter, self.kind = emitter, kind
         self.number = {node: place for place, node in enumerate(values)}
@@ -136,7 +138,7 @@ class _Reader:
             elif node.op == "call_function" and node in self.emitter.meta and not _is_part(node):
                 yield self.collective(node)
 
-    def written(self, item: Written) -> CallMemory:
+    def written(self, item: LocalCall) -> CallMemory:
         """A local call, or a draw of autopar's own."""
         places = tuple(self.number.get(node) for node in item.operands)  # None: held from the start
         if item.call.target.namespace == "autopar":
@@ -174,12 +176,12 @@ class _Reader:
             own, self.strips = saved.extra_bytes + self.strips, 0
         return CallMemory(takes, gives, frozenset(saves), own, gradients, repeats=passed is not None)
 
-    def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[Given, ...]:
+    def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[CallResult, ...]:
         found = []
         for place, node in enumerate(nodes):
             self.number[node] = len(self.number)
             alias = aliases[place] if place < len(aliases) else None
-            found.append(Given(self.number[node], 0 if alias is not None else self.nbytes(node), alias))
+            found.append(CallResult(self.number[node], 0 if alias is not None else self.nbytes(node), alias))
         return tuple(found)
 
     def nbytes(self, node: fx.Node) -> int:

@@ -47,7 +47,7 @@ from costdb.footprint import footprint
 ATEN = torch.ops.aten
 
 
-class Kind(Enum):
+class TrafficKind(Enum):
     """How a member goes through its tensors."""
 
     VIEW = "view"  # not at all
@@ -88,12 +88,12 @@ WINDOW = {ATEN.max_pool2d, ATEN.avg_pool2d, ATEN.adaptive_avg_pool2d}
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class OperatorTraffic:
     """One operator's part of its group's traffic, by positions of operands and results. `leads` is who
     launches the group; of a `group` of one nothing is saved but views."""
 
     group: int = field(compare=False)
-    kind: Kind
+    kind: TrafficKind
     leads: bool
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -106,26 +106,26 @@ class Member:
 class FusedGroups:
     """The members by operator, those of each group in order, and the tensors that stay inside a group."""
 
-    members: Mapping[str, Member]
+    members: Mapping[str, OperatorTraffic]
     groups: Mapping[int, tuple[Operator, ...]]
     inside: frozenset[str]
 
 
-def kind_of(operation: Operator, graph: Graph) -> Kind | None:
+def kind_of(operation: Operator, graph: Graph) -> TrafficKind | None:
     """How a compiler computes the operator among others; None for a kernel of its own."""
     if getattr(operation.target, "namespace", "") != "aten":
         return None
     packet = operation.target.overloadpacket
     if packet in ROWS:
-        return Kind.ROWS
+        return TrafficKind.ROWS
     if packet in WHOLE:
-        return Kind.WHOLE
+        return TrafficKind.WHOLE
     if packet in WINDOW:
-        return Kind.WINDOW
+        return TrafficKind.WINDOW
     if torch.Tag.pointwise in operation.target.tags or packet in POINTWISE:
-        return Kind.POINTWISE
+        return TrafficKind.POINTWISE
     found = _footprint(operation, graph)
-    return Kind.VIEW if found and None not in found.aliases else None
+    return TrafficKind.VIEW if found and None not in found.aliases else None
 
 
 def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
@@ -139,21 +139,21 @@ def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
         return None
 
 
-def is_recomputed(kind: Kind, own: int, taken: int) -> bool:
+def is_recomputed(kind: TrafficKind, own: int, taken: int) -> bool:
     """Whether backward recomputes what an operator by itself keeps of its `own`: not masks that were
     drawn nor sums of rows, but a loss's logarithms of probabilities, about as large as the bytes `taken`."""
-    return kind is Kind.ROWS and 2 * own >= taken > 0
+    return kind is TrafficKind.ROWS and 2 * own >= taken > 0
 
 
 def find_groups(graph: Graph) -> FusedGroups:
     """The groups of a graph, whatever its placements."""
     kinds = {item.name: kind for item in graph.operators if (kind := kind_of(item, graph)) is not None}
-    finder = _Finder(graph, kinds)
+    finder = _GroupFinder(graph, kinds)
     return FusedGroups(finder.members(), finder.groups(), finder.inside())
 
 
-class _Finder:
-    def __init__(self, graph: Graph, kinds: Mapping[str, Kind]) -> None:
+class _GroupFinder:
+    def __init__(self, graph: Graph, kinds: Mapping[str, TrafficKind]) -> None:
         self.graph, self.kinds = graph, kinds
         self.uses = graph.consumers()
         self.maker = {name: item for item in graph.operators for name in item.results if name}
@@ -162,7 +162,7 @@ class _Finder:
         self.leaving = {*graph.outputs, *(name for _, name in graph.writes)}
         self.roots: dict[str, str] = {}
         for item in graph.operators:
-            if kinds.get(item.name) is Kind.VIEW and item.operands:
+            if kinds.get(item.name) is TrafficKind.VIEW and item.operands:
                 root = self.roots.get(item.operands[0], item.operands[0])
                 self.roots |= {name: root for name in item.results if name}
 
@@ -192,7 +192,9 @@ class _Finder:
 
     def are_linked(self, one: str, other: str) -> bool:
         fused = one in self.kinds and other in self.kinds
-        return fused and self.levels[one] == self.levels[other] and self.kinds[other] is not Kind.WINDOW
+        return (
+            fused and self.levels[one] == self.levels[other] and self.kinds[other] is not TrafficKind.WINDOW
+        )
 
     # -- traffic ----------------------------------------------------------------------------------
 
@@ -203,16 +205,16 @@ class _Finder:
                 found.setdefault(self.group_of[item.name], []).append(item)
         return {number: tuple(group) for number, group in found.items()}
 
-    def members(self) -> dict[str, Member]:
+    def members(self) -> dict[str, OperatorTraffic]:
         return {name: member for group in self.groups().values() for name, member in self.of_group(group)}
 
-    def of_group(self, group: Sequence[Operator]) -> Iterator[tuple[str, Member]]:
+    def of_group(self, group: Sequence[Operator]) -> Iterator[tuple[str, OperatorTraffic]]:
         reread, seen, led = self.reread(group), set[object](), False
         for item in group:
             kind = self.kinds[item.name]
             number = self.group_of[item.name]
-            if kind is Kind.VIEW:
-                yield item.name, Member(number, kind, leads=False)
+            if kind is TrafficKind.VIEW:
+                yield item.name, OperatorTraffic(number, kind, leads=False)
                 continue
             reads = []
             for place, name in enumerate(item.operands):
@@ -223,7 +225,7 @@ class _Finder:
             writes = [place for place, name in enumerate(item.results) if name and self.leaves(name, number)]
             yield (
                 item.name,
-                Member(
+                OperatorTraffic(
                     number,
                     kind,
                     leads=not led,
@@ -257,10 +259,10 @@ class _Finder:
             return True
         for user, _ in self.uses[name]:
             if self.group_of.get(user.name) != group:
-                viewing = self.kinds.get(user.name) is Kind.VIEW
+                viewing = self.kinds.get(user.name) is TrafficKind.VIEW
                 if not viewing or any(self.leaves(each, group) for each in user.results if each):
                     return True
-            elif self.kinds[user.name] is Kind.VIEW and any(
+            elif self.kinds[user.name] is TrafficKind.VIEW and any(
                 self.leaves(each, group) for each in user.results if each
             ):
                 return True
@@ -272,7 +274,7 @@ class _Finder:
         return any(
             user.name not in self.kinds
             or (
-                self.kinds[user.name] is Kind.VIEW
+                self.kinds[user.name] is TrafficKind.VIEW
                 and any(self.is_saved(each) for each in user.results if each)
             )
             for user in users
@@ -299,7 +301,7 @@ class _Finder:
     def saved(self, operation: Operator) -> Iterator[str]:
         if not any(self.graph.specs[name].requires_grad for name in operation.results if name):
             return
-        if self.kinds[operation.name] is Kind.VIEW:
+        if self.kinds[operation.name] is TrafficKind.VIEW:
             return
         found = _footprint(operation, self.graph)
         if found is not None:

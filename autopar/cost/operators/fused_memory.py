@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from autopar.core.graph import TensorSpec
 from autopar.cost.operators.calls import CallMemory, OperatorCalls
-from autopar.cost.operators.fused_groups import Kind, Member
+from autopar.cost.operators.fused_groups import OperatorTraffic, TrafficKind
 from autopar.cost.operators.fused_prices import saved_own_bytes
 from autopar.cost.operators.saved import SavedTensors
 
 
-def fused_saved(saved: SavedTensors, member: Member, operands: Sequence[TensorSpec]) -> SavedTensors:
+def fused_saved(saved: SavedTensors, member: OperatorTraffic, operands: Sequence[TensorSpec]) -> SavedTensors:
     """What backward reads of a member's operands and results, beside what is its own."""
-    if member.kind is Kind.VIEW:
+    if member.kind is TrafficKind.VIEW:
         return saved
     return replace(
         saved,
@@ -34,7 +34,7 @@ def fused_saved(saved: SavedTensors, member: Member, operands: Sequence[TensorSp
 
 def fused_calls(
     found: OperatorCalls,
-    member: Member,
+    member: OperatorTraffic,
     operands: Sequence[TensorSpec],
     *,
     moved: Collection[int] = (),
@@ -42,7 +42,7 @@ def fused_calls(
 ) -> OperatorCalls:
     """The calls of a member with such operands; of these `moved` come from a move, of its results those
     `needed` go into one."""
-    if member.kind is Kind.VIEW:
+    if member.kind is TrafficKind.VIEW:
         return found
     inside = {value for place, value in enumerate(found.results) if place not in (*member.writes, *needed)}
     read = {*member.reads, *moved}

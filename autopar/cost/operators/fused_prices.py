@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.core.costs import DeviceModel, OperatorCost
 from autopar.core.graph import TensorSpec
-from autopar.cost.operators.fused_groups import Kind, Member, is_recomputed
+from autopar.cost.operators.fused_groups import OperatorTraffic, TrafficKind, is_recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Traffic:
     backward: int
 
 
-def saved_own_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
+def saved_own_bytes(member: OperatorTraffic, own: int, operands: Sequence[TensorSpec]) -> int:
     """Bytes that a fused operator saves of the `own` bytes that it saves when it runs by itself."""
     return 0 if is_recomputed(member.kind, own, operands[0].nbytes if operands else 0) else own
 
 
 def traffic(
-    member: Member, operands: Sequence[TensorSpec], results: Sequence[TensorSpec | None], own: int
+    member: OperatorTraffic, operands: Sequence[TensorSpec], results: Sequence[TensorSpec | None], own: int
 ) -> Traffic:
     """Traffic of a member with local `operands` and `results`, which by itself saves `own` bytes beside
     them."""
-    if member.kind is Kind.VIEW:
+    if member.kind is TrafficKind.VIEW:
         return Traffic(0, 0)
     own = saved_own_bytes(member, own, operands)
     given = [result for result in results if result is not None]
@@ -42,7 +42,7 @@ def traffic(
     written = [results[place] for place in member.writes]
     read = [operands[place] for place in member.reads]
     forward = sum(spec.nbytes for spec in read) + sum(spec.nbytes for spec in written if spec)
-    if member.kind is Kind.WHOLE:
+    if member.kind is TrafficKind.WHOLE:
         forward += operands[0].nbytes
     if not trains:
         return Traffic(forward, 0)
@@ -56,13 +56,13 @@ def traffic(
     return Traffic(forward + own, backward)
 
 
-def _sums_twice(member: Member, operands: Sequence[TensorSpec]) -> bool:
+def _sums_twice(member: OperatorTraffic, operands: Sequence[TensorSpec]) -> bool:
     """Whether backward has sums that end before, or beside, the gradient of the operand."""
     weighted = any(spec.requires_grad and spec.nbytes < operands[0].nbytes for spec in operands[1:])
-    return member.kind is Kind.WHOLE or (member.kind is Kind.ROWS and weighted)
+    return member.kind is TrafficKind.WHOLE or (member.kind is TrafficKind.ROWS and weighted)
 
 
-def fused_cost(member: Member, moved: Traffic, device: DeviceModel) -> OperatorCost:
+def fused_cost(member: OperatorTraffic, moved: Traffic, device: DeviceModel) -> OperatorCost:
     """The estimated seconds of a member."""
     forward, backward = (
         _seconds(nbytes, launches=member.leads, device=device) for nbytes in (moved.forward, moved.backward)

@@ -30,7 +30,7 @@ from autopar.sharding.strategies import is_legal, options_of
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredMember:
     """What a member's rule wrote: the nodes of its operands and results."""
 
     operation: Operator
@@ -44,7 +44,7 @@ class Lowered:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupCall:
     """A group as one call, and the seconds that its members are estimated to take together."""
 
     call: Call
@@ -53,8 +53,10 @@ class Group:
 
 
 def joined(
-    members: Sequence[Lowered], written: Mapping[str, bool], parts: Sequence[tuple[OperatorCost, Traffic]]
-) -> Group | None:
+    members: Sequence[LoweredMember],
+    written: Mapping[str, bool],
+    parts: Sequence[tuple[OperatorCost, Traffic]],
+) -> GroupCall | None:
     """Join members, with what each is estimated to take and to move, to a group; None if it does nothing.
 
     `written` says of tensors whether they are saved behind it."""
@@ -62,7 +64,7 @@ def joined(
     if not (written and moved.forward):
         return None
     forward, backward = (sum(seconds) for seconds in zip(*(_passes(cost) for cost, _ in parts), strict=True))
-    return Group(_Writer().call(members, written, moved), forward, backward)
+    return GroupCall(_GroupWriter().call(members, written, moved), forward, backward)
 
 
 def _passes(cost: OperatorCost) -> tuple[float, float]:
@@ -116,13 +118,13 @@ def _ends(item: Operator, strategy: Strategy) -> Iterator[tuple[str, tuple[Place
 
 
 @dataclass(slots=True)
-class _Writer:
+class _GroupWriter:
     operands: list[TensorSpec] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # of the graph's tensors
     count: int = 0
 
-    def call(self, members: Sequence[Lowered], written: Mapping[str, bool], moved: Traffic) -> Call:
+    def call(self, members: Sequence[LoweredMember], written: Mapping[str, bool], moved: Traffic) -> Call:
         for member in members:
             self.add(member)
         given = ", ".join(
@@ -131,7 +133,7 @@ class _Writer:
         text = "\n".join((*self.lines, f"return ({given},)"))
         return Call(FUSED, (text, moved.forward, moved.backward, self.operands), {})
 
-    def add(self, member: Lowered) -> None:
+    def add(self, member: LoweredMember) -> None:
         known: dict[fx.Node, str] = {}
         for name, node in zip(member.operation.operands, member.values, strict=True):
             if name not in self.names:

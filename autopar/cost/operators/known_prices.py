@@ -23,7 +23,7 @@ MOST = 16  # meshes and clusters that are remembered
 
 
 @dataclass(slots=True)
-class Known:
+class PriceCache:
     """Prices by what they depend on beside the mesh, the cluster and whether there is a backward pass.
 
     Where an operator is one local call, its price (`local`) and its memory (`calls`) are the same on all
@@ -36,19 +36,19 @@ class Known:
     networks: dict[Any, Network] = field(default_factory=dict)
 
 
-_KNOWN: dict[Any, Known] = {}
+_KNOWN: dict[Any, PriceCache] = {}
 
 
-def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> Known:
+def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> PriceCache:
     """What is known for such a mesh; nothing where something is measured here, or may be, which changes
     prices."""
     measured = model.measured and not model.of_file
     if model.here or measured or model.corrections or model.collectives != CollectiveTable({}):
-        return Known()
+        return PriceCache()
     device = model.device, model.contention, model.of_file, training
-    alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), Known())
+    alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), PriceCache())
     key = mesh, cluster, *device
-    found = _KNOWN.pop(key, None) or Known(alike.local, alike.calls)
+    found = _KNOWN.pop(key, None) or PriceCache(alike.local, alike.calls)
     while len(_KNOWN) >= MOST:
         del _KNOWN[next(iter(_KNOWN))]
     _KNOWN[key] = found

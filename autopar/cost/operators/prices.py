@@ -20,15 +20,15 @@ from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.neighbours import ratio
 from autopar.cost.operators.calls import OperatorCalls, read_call, read_calls
-from autopar.cost.operators.fused_groups import Member
+from autopar.cost.operators.fused_groups import OperatorTraffic
 from autopar.cost.operators.fused_memory import fused_calls, fused_saved
 from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
-from autopar.cost.operators.group_calls import Group, Lowered, companions, joined
+from autopar.cost.operators.group_calls import GroupCall, LoweredMember, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
 from autopar.cost.operators.saved import SavedTensors, find_saved, saved_by_call, stand_ins
 from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
-from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.sharding.rule import GATHER, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
@@ -84,7 +84,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldBytes:
     """What a rank's program holds for an operator from the start, in bytes, and which operands it reads."""
 
     parts: Mapping[object, int]
@@ -92,7 +92,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _RuleWork:
     """What a rule writes for a rank: the costs of its calls, those that may be products, those that can be
     measured, seconds of exchanges within, those that recomputing repeats, what it saves and takes."""
 
@@ -114,9 +114,9 @@ class Prices(TensorPrices):
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _plain: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # the same without credit
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
-    _held: dict[Any, _Held] = field(default_factory=dict)
+    _held: dict[Any, _HeldBytes] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
-    _groups: dict[Any, Group | None] = field(default_factory=dict)
+    _groups: dict[Any, GroupCall | None] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)  # of operators' kinds
     _operator_kinds: dict[Any, int] = field(default_factory=dict)
     _kinds: dict[str, Any] = field(default_factory=dict)  # of local calls, but for their shapes
@@ -238,7 +238,7 @@ class Prices(TensorPrices):
         """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
         return *self._traits(operation), tuple(option.factor for option in self._alike(strategy))
 
-    def _member(self, operation: Operator) -> Member | None:
+    def _member(self, operation: Operator) -> OperatorTraffic | None:
         """The operator's part of a fused group, where programs are compiled."""
         return self.groups.members.get(operation.name) if self.groups else None
 
@@ -326,13 +326,13 @@ class Prices(TensorPrices):
             return frozenset(operation.operands)
         return self._hold(operation, strategy).reads
 
-    def _hold(self, operation: Operator, strategy: Strategy) -> _Held:
+    def _hold(self, operation: Operator, strategy: Strategy) -> _HeldBytes:
         key = operation.name, strategy
         if key not in self._held:
             emitter, values, _ = self._lower(operation, strategy)
             parts = {memory: emitter.meta[node].nbytes for node, memory in emitter.memory.items()}
             read = [name for name, value in zip(operation.operands, values, strict=True) if value.users]
-            self._held[key] = _Held(parts, frozenset(read))
+            self._held[key] = _HeldBytes(parts, frozenset(read))
         return self._held[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
@@ -372,7 +372,8 @@ class Prices(TensorPrices):
             error.add_note(f"while pricing {operation.name}, {call.key()}")
             raise
         return self._put_together(
-            operation, _Work((cost,), (call,), (call,), (), cost.forward_seconds, saved, operands_of(call), 1)
+            operation,
+            _RuleWork((cost,), (call,), (call,), (), cost.forward_seconds, saved, operands_of(call), 1),
         )
 
     def _local_call(self, operation: Operator, local: Any) -> Call:
@@ -394,7 +395,7 @@ class Prices(TensorPrices):
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         recompute = sum(item.forward_seconds for item in costs)
         written = sum(_is_local(item) for item in emitter.written)
-        fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
+        fused = self._fused(operation, strategy, LoweredMember(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
             part, measurable = fused
@@ -412,10 +413,10 @@ class Prices(TensorPrices):
         launches = len(calls) if fused is None or member is None else int(member.leads)
         taken = emitter.described(tuple(values))
         return self._put_together(
-            operation, _Work(tuple(costs), local, calls, tuple(inner), recompute, saved, taken, launches)
+            operation, _RuleWork(tuple(costs), local, calls, tuple(inner), recompute, saved, taken, launches)
         )
 
-    def _put_together(self, operation: Operator, work: _Work) -> Price:
+    def _put_together(self, operation: Operator, work: _RuleWork) -> Price:
         """The price of what a rule writes."""
         costs, saved = work.costs, work.saved
         compute = sum(self._seconds(item) for item in costs)
@@ -450,7 +451,7 @@ class Prices(TensorPrices):
             late=weights if operation.target in PRODUCTS else 0.0,
         )
 
-    def _estimated(self, operation: Operator, lowered: Lowered) -> tuple[OperatorCost, Traffic] | None:
+    def _estimated(self, operation: Operator, lowered: LoweredMember) -> tuple[OperatorCost, Traffic] | None:
         """The operator's part of what its group is estimated to cost; None for a kernel of its own, or what
         exchanges something within."""
         member = self._member(operation)
@@ -463,7 +464,7 @@ class Prices(TensorPrices):
         return fused_cost(member, moved, self.device), moved
 
     def _fused(
-        self, operation: Operator, strategy: Strategy, lowered: Lowered
+        self, operation: Operator, strategy: Strategy, lowered: LoweredMember
     ) -> tuple[OperatorCost, tuple[Call, ...]] | None:
         """Price an operator by what its group took, where that is measured; else as `_estimated` does.
 
@@ -488,7 +489,7 @@ class Prices(TensorPrices):
         cost = OperatorCost(forward, backward, whole.measured, whole.interpolated)
         return cost, (group.call,) if member.leads else ()
 
-    def _group(self, operation: Operator, strategy: Strategy) -> Group | None:
+    def _group(self, operation: Operator, strategy: Strategy) -> GroupCall | None:
         """The group of an operator with matching strategies of all members; None where some have none."""
         assert self.groups is not None
         member = self.groups.members[operation.name]
@@ -501,8 +502,8 @@ class Prices(TensorPrices):
             self._groups[key] = self._joined(group, strategies)
         return self._groups[key]
 
-    def _joined(self, group: Sequence[Operator], strategies: Mapping[str, Strategy]) -> Group | None:
-        lowered = [Lowered(item, *self._lower(item, strategies[item.name])) for item in group]
+    def _joined(self, group: Sequence[Operator], strategies: Mapping[str, Strategy]) -> GroupCall | None:
+        lowered = [LoweredMember(item, *self._lower(item, strategies[item.name])) for item in group]
         parts = [self._estimated(item.operation, item) for item in lowered]
         if None in parts:
             return None
@@ -616,5 +617,5 @@ def _factor(option: Option) -> str:
     return option.factor
 
 
-def _is_local(written: Written) -> bool:
+def _is_local(written: LocalCall) -> bool:
     return bool(written.call.target.namespace != "autopar")

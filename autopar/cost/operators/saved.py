@@ -12,7 +12,7 @@ from torch import fx
 from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
-from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.saved.recompute import stays
 from costdb.footprint import footprint
 from costdb.operands import specs as operands_of
@@ -33,7 +33,7 @@ class SavedTensors:
     sizes: tuple[int, ...] = ()
 
 
-def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
+def stand_ins(emitter: GraphEmitter) -> tuple[LocalCall, ...]:
     """Local calls that cost and save about what collective operators do: a convolution of own rows."""
     found = []
     for node in emitter.graph.nodes:
@@ -42,13 +42,13 @@ def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
             continue
         target, args = local_form(node.args)
         operands = tuple(item for item in args if isinstance(item, fx.Node))
-        found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
+        found.append(LocalCall(Call(target, emitter.described(args), {}), operands, (node,)))
     return tuple(found)
 
 
 def find_saved(
     emitter: GraphEmitter,
-    calls: Sequence[Written],
+    calls: Sequence[LocalCall],
     values: Sequence[Any],
     results: Sequence[Any],
     kind: str,

@@ -33,7 +33,7 @@ from autopar.core.precision import Precision
 from autopar.cost.machine import nccl
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.fused_groups import FusedGroups
-from autopar.cost.operators.known_prices import Known, known_prices
+from autopar.cost.operators.known_prices import PriceCache, known_prices
 from autopar.runtime.parameters.gradient_buckets import bucket_sizes
 from autopar.sharding.atoms import Dims
 from autopar.sharding.local_sizes import LocalSizes
@@ -82,7 +82,7 @@ class TensorPrices:
     groups: FusedGroups | None = None  # of a compiled program
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _known: Known | None = None
+    _known: PriceCache | None = None
     _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
     _sizes: dict[Placements, LocalSizes] = field(default_factory=dict)
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
@@ -119,7 +119,7 @@ class TensorPrices:
         return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
 
     @property
-    def known(self) -> Known:
+    def known(self) -> PriceCache:
         """What equal operators and tensors of other graphs cost on this mesh, but for multipliers."""
         if self._known is None:
             self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
@@ -322,7 +322,7 @@ class TensorPrices:
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
         estimate = None
         if self.device.kernels:
-            group = nccl.Group(size, nodes, self.cluster.intra, self.cluster.inter)
+            group = nccl.RankGroup(size, nodes, self.cluster.intra, self.cluster.inter)
             estimate = nccl.seconds(kind, nbytes, group)
         found = self.model.collectives.cost(
             kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlyExchange:
     """An exchange of one micro-batch that starts early, at the operator that waits for it: at most so many of
     its `seconds` hide."""
 
@@ -61,7 +61,7 @@ def hidden_seconds(priced: PricedProgram) -> dict[tuple[Phase, int], float]:
     return found
 
 
-def early_exchanges(priced: PricedProgram) -> Iterator[Early]:
+def early_exchanges(priced: PricedProgram) -> Iterator[EarlyExchange]:
     """The exchanges that start early; of sums what waits behind the gradients of one product's weights."""
     prices = priced.prices
     if not (prices.early and prices.overlap):
@@ -75,18 +75,18 @@ def early_exchanges(priced: PricedProgram) -> Iterator[Early]:
         before, after = prices.move_parts(value.name, value.move)
         place = priced.place_of(value)
         if value.name in weights and gathers(value.move):
-            yield Early(Phase.FORWARD, place, before, before)
-            yield Early(Phase.BACKWARD, place, after, after)
+            yield EarlyExchange(Phase.FORWARD, place, before, before)
+            yield EarlyExchange(Phase.BACKWARD, place, after, after)
         elif value.name not in weights and effect(value.move).name in ("r_to_b", "s_to_b"):
             limit = prices.overlap * behind.get((value.name, value.layout), 0.0)
             if limit:
-                yield Early(Phase.BACKWARD, place, after, min(after, limit))
+                yield EarlyExchange(Phase.BACKWARD, place, after, min(after, limit))
     for each in regathers(priced):
         if each.place not in recomputed:
-            yield Early(Phase.BACKWARD, each.place, each.seconds, each.seconds)
+            yield EarlyExchange(Phase.BACKWARD, each.place, each.seconds, each.seconds)
 
 
-def _hidden(priced: PricedProgram, exchanges: Sequence[Early]) -> dict[Phase, float]:
+def _hidden(priced: PricedProgram, exchanges: Sequence[EarlyExchange]) -> dict[Phase, float]:
     """Seconds that hide in each phase, behind what it computes."""
     costs = priced.operator_prices
     backward = sum(cost.behind for cost in costs)

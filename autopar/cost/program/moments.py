@@ -22,7 +22,7 @@ from autopar.cost.program.heap import Heap
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.peak_memory import Replay
 from autopar.cost.program.recompute import repeated
-from autopar.cost.program.recomputed_parts import Part
+from autopar.cost.program.recomputed_parts import RecomputedPart
 from autopar.cost.program.step import move_seconds
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Key = tuple[Phase, int]
 
 def moments(priced: PricedProgram) -> tuple[Moment, ...]:
     """The moments of a step, on the largest rank."""
-    watched = _Watched(priced)
+    watched = _MomentReplay(priced)
     watched.run()
     seconds, held = seconds_by_moment(priced), watched.tops
     waits = dict(zip((Phase.FORWARD, Phase.BACKWARD), wait_seconds(priced), strict=True))
@@ -105,7 +105,7 @@ class _WatchedHeap(Heap):
         self.lately = max(self.lately, self.now)
 
 
-class _Watched(Replay):
+class _MomentReplay(Replay):
     """A replay that notes the most bytes of each moment."""
 
     heap: _WatchedHeap
@@ -128,7 +128,7 @@ class _Watched(Replay):
         self.phase = Phase.BACKWARD
         super().backward()
 
-    def second_time(self, part: Part) -> None:
+    def second_time(self, part: RecomputedPart) -> None:
         self.phase = Phase.RECOMPUTE
         super().second_time(part)
         self.phase = Phase.BACKWARD

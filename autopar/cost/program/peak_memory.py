@@ -28,7 +28,7 @@ from autopar.core.graph import InputKind
 from autopar.cost.program.heap import GradientSums, Heap
 from autopar.cost.program.host_copies import HostCopies
 from autopar.cost.program.offload import clock, offloaded, overlapped_until
-from autopar.cost.program.recomputed_parts import Part, find_parts
+from autopar.cost.program.recomputed_parts import RecomputedPart, find_parts
 from autopar.cost.program.saved_bytes import SavedBytes
 from autopar.cost.program.storages import Footing, SavedStorage
 from autopar.cost.program.tape import Tape, TapeCall, Weight
@@ -231,7 +231,7 @@ class Replay:
                 self.saved.hold(root, place, for_weight=self.saved.has_weight(number))
         self.saved.hold_own(number)
 
-    def first_time(self, part: Part, left: Counter[int]) -> None:
+    def first_time(self, part: RecomputedPart, left: Counter[int]) -> None:
         """Run a part in forward, saving what it takes and what it will not make again."""
         for root in part.taken:
             self.saved.hold(root, self.calls[part.first].place)
@@ -317,7 +317,7 @@ class Replay:
         """The first call that takes the weight; -1 if none does."""
         return self.firsts.get(weight.value, -1)
 
-    def second_time(self, part: Part) -> None:
+    def second_time(self, part: RecomputedPart) -> None:
         """Recompute a part, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
@@ -347,7 +347,7 @@ class Replay:
         for root in kept:
             self.saved.release(root)
 
-    def differentiate(self, number: int, part: Part | None) -> None:
+    def differentiate(self, number: int, part: RecomputedPart | None) -> None:
         """Run a call's backward: from the gradients of what it gave to those of what it took."""
         call = self.calls[number]
         incoming = {

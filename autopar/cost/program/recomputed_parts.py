@@ -13,7 +13,7 @@ from autopar.cost.program.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecomputedPart:
     """Calls [first, stop) of the tape that are recomputed in backward.
 
     `taken` are the storages that they take from outside, `given` those that they make, `leaving` those of
@@ -31,7 +31,7 @@ class Part:
         return range(self.first, self.stop)
 
 
-def find_parts(tape: Tape, segments: Iterable[tuple[int, int]]) -> list[Part]:
+def find_parts(tape: Tape, segments: Iterable[tuple[int, int]]) -> list[RecomputedPart]:
     """The parts of the operators in `segments`; calls are in the order of their operators."""
     places = [call.place for call in tape.calls]
     last = {tape.root[value]: n for n, call in enumerate(tape.calls) for value in call.memory.takes}
@@ -40,12 +40,12 @@ def find_parts(tape: Tape, segments: Iterable[tuple[int, int]]) -> list[Part]:
     return [_part(tape, first, stop, last) for first, stop in ends if first < stop]
 
 
-def _part(tape: Tape, first: int, stop: int, last: Mapping[int, int]) -> Part:
+def _part(tape: Tape, first: int, stop: int, last: Mapping[int, int]) -> RecomputedPart:
     """Calls [first, stop) as a part; `last` is the number of the last call that takes each storage."""
     calls = [call.memory for call in tape.calls[first:stop]]
     given = frozenset(item.value for call in calls for item in call.gives if item.alias is None)
     used = dict.fromkeys(tape.root[value] for call in calls for value in call.takes)
-    return Part(
+    return RecomputedPart(
         first,
         stop,
         taken=tuple(root for root in used if root not in given),

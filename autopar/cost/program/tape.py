@@ -22,7 +22,7 @@ from autopar.core.graph import GraphInput, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
 from autopar.core.strategy import Strategy
-from autopar.cost.operators.calls import CallMemory, Given, Gradient
+from autopar.cost.operators.calls import CallMemory, CallResult, Gradient
 from autopar.cost.program.gathering import copies, copy_bytes
 from autopar.cost.program.values import leading
 from autopar.runtime.collectives.placement_moves import DTYPES
@@ -64,7 +64,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class StorageOrigin:
     """Memory that operators, or conversions of what they make, give: the tensor that lies in it first, and
     after which call, and how many operators, the program knows it by that name."""
 
@@ -89,7 +89,7 @@ class Tape:
     weights: tuple[Weight, ...]
     gathered: frozenset[int]  # roots that backward regathers
     copies: int  # bytes of what is gathered once a step, and of its gradients
-    made: Mapping[int, Made]  # by root, without what operators alone know
+    made: Mapping[int, StorageOrigin]  # by root, without what operators alone know
 
 
 def record(priced: PricedProgram) -> Tape:
@@ -115,7 +115,7 @@ class _Recorder:
         for name, move in self.deferred:
             self.deferred_of.setdefault(name, []).append(move)
         self.gathered: set[int] = set()
-        self.made: dict[int, Made] = {}
+        self.made: dict[int, StorageOrigin] = {}
         self.inputs = {item.name for item in self.graph.inputs}
         self.given: set[int] = set()  # their values
         self.copies = {name: each.layout for name, each in copies(priced).items()}
@@ -197,7 +197,7 @@ class _Recorder:
     def note(self, value: int, key: Key, operators: int) -> None:
         """Remember what the memory that a value begins is called, if it is neither an input's nor a view."""
         if self.root[value] == value and value not in self.given and key[0] not in self.inputs:
-            self.made.setdefault(value, Made(*key, len(self.calls) - 1, operators))
+            self.made.setdefault(value, StorageOrigin(*key, len(self.calls) - 1, operators))
 
     def input(self, item: GraphInput) -> int:
         layout = self.program.inputs[item.name]
@@ -217,7 +217,7 @@ class _Recorder:
         for item in call.gives:
             alias = None if item.alias is None else numbers[item.alias]
             numbers[item.value] = self.new("", item.nbytes, alias)
-            gives.append(Given(numbers[item.value], item.nbytes, alias))
+            gives.append(CallResult(numbers[item.value], item.nbytes, alias))
         return replace(
             call,
             takes=takes,
@@ -256,7 +256,7 @@ class _Recorder:
             scratch = 0 if returns else self.summed_bytes(name, move) - back
         if regather:
             self.gathered.add(value)
-        given = Given(value, nbytes, source if passes else None)
+        given = CallResult(value, nbytes, source if passes else None)
         saves = frozenset(
             {self.root[source]} - self.given - self.gathered if regather else ()
         )  # weights stay

@@ -62,10 +62,10 @@ class Values:
 
 def find_values(graph: Graph, program: Program, *, training: bool) -> Values:
     """The values that the programs of all ranks consist of, stage borders aside."""
-    return _Finder(graph, program, training).find()
+    return _ValueFinder(graph, program, training).find()
 
 
-class _Finder:
+class _ValueFinder:
     def __init__(self, graph: Graph, program: Program, training: bool) -> None:
         self.graph, self.program, self.training = graph, program, training
         self.final = len(graph.operators) - 1

@@ -39,7 +39,7 @@ APART = 1e-4  # of the seconds: nearer corners are one
 
 
 @dataclass(slots=True)
-class Priced:
+class MemoryPricedProgram:
     """The placement program whose bytes may have any price; with `relaxed` for a bound on all assignments, in
     which with `recomputes` operators may be recomputed where that is cheaper."""
 

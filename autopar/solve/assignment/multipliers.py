@@ -23,7 +23,7 @@ NEAR = 1e-6  # multipliers that differ by less are the same
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LagrangianLine:
     """What an assignment costs under each multiplier."""
 
     base: float
@@ -33,16 +33,16 @@ class Line:
         return self.base + multiplier * self.excess
 
 
-def line_of(multiplier: float, *, cost: float, seconds: float, shows: bool) -> Line:
+def line_of(multiplier: float, *, cost: float, seconds: float, shows: bool) -> LagrangianLine:
     """The line of an assignment that takes `seconds`, has this `cost` under a multiplier, and whose sums show
     or hide; level where the multiplier is the end at which both are the same."""
     if shows:
         excess = (seconds - cost) / (1.0 - multiplier) if multiplier < 1.0 else 0.0
-        return Line(seconds - excess, excess)
-    return Line(seconds, (cost - seconds) / multiplier if multiplier > 0.0 else 0.0)
+        return LagrangianLine(seconds - excess, excess)
+    return LagrangianLine(seconds, (cost - seconds) / multiplier if multiplier > 0.0 else 0.0)
 
 
-def highest(lines: Sequence[Line]) -> tuple[float, float]:
+def highest(lines: Sequence[LagrangianLine]) -> tuple[float, float]:
     """The multiplier at which the lowest of the lines is highest, and how high; the greatest if several."""
     ends = [0.0, 1.0]
     for one, other in itertools.combinations(lines, 2):
@@ -65,7 +65,7 @@ class MultiplierSearch:
     bisects: bool = False
     multiplier: float = 1.0
     is_over: bool = False
-    lines: list[Line] = field(default_factory=list)
+    lines: list[LagrangianLine] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     tried: list[float] = field(default_factory=list)
     low: float = 0.0

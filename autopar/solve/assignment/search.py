@@ -25,7 +25,7 @@ from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.program.chosen import of_chosen
 from autopar.solve.program.decode import is_whole, read
-from autopar.solve.program.local_search import Candidate, search_locally
+from autopar.solve.program.local_search import CandidatePlan, search_locally
 from autopar.solve.program.problem import Problem
 from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed, judged
 from autopar.solve.tables.choice_tables import WideError
@@ -140,7 +140,7 @@ class _PlacementSearch:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
-        starts = [Candidate(each.priced, each.seconds) for each in known]
+        starts = [CandidatePlan(each.priced, each.seconds) for each in known]
         best = search_locally(
             self.problem(rows=cap),
             starts,

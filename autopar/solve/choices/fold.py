@@ -35,7 +35,7 @@ class Folding:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Equal blocks of `period` operators, one behind the other from number `start` on."""
 
     start: int
@@ -71,13 +71,13 @@ def fold(
     return Folding(class_of, repetition, sum(run.count for run in runs) or 1)
 
 
-def _runs(graph: Graph, signs: tuple[int, ...], first: int, stop: int) -> list[Run]:
+def _runs(graph: Graph, signs: tuple[int, ...], first: int, stop: int) -> list[BlockRun]:
     """The runs among the operators [first, stop), in order."""
     start, period, count = _longest_run(signs[first:stop])
     start += first
     while count > 2 and not _same_wiring(graph, start, period, count):
         count -= 1
-    run = Run(start, period, count)
+    run = BlockRun(start, period, count)
     whole = stop - first == len(signs)
     if count <= 2 or not whole and period * (count - 1) < LEAST:
         return []

@@ -22,7 +22,7 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial
 
 
-class Phase(Enum):
+class GatherPhase(Enum):
     """When a move is made."""
 
     EVERY = auto()
@@ -33,38 +33,42 @@ class Phase(Enum):
     SETTLED = auto()
 
     @property
-    def next(self) -> Phase | None:
+    def next(self) -> GatherPhase | None:
         """The phase that follows; None if the flow ends in this one."""
         return _NEXT.get(self)
 
 
-_NEXT = {Phase.LEADING: Phase.EVERY, Phase.LEADING_REGATHER: Phase.REGATHER, Phase.ONCE: Phase.SETTLED}
+_NEXT = {
+    GatherPhase.LEADING: GatherPhase.EVERY,
+    GatherPhase.LEADING_REGATHER: GatherPhase.REGATHER,
+    GatherPhase.ONCE: GatherPhase.SETTLED,
+}
 
-Place = tuple[Layout, Phase]
+Place = tuple[Layout, GatherPhase]
 
 
-def first_phase(gathering: Gathering, *, waits: bool) -> Phase:
+def first_phase(gathering: Gathering, *, waits: bool) -> GatherPhase:
     """Where the flow of a weight begins; `waits` says whether there are things that are done once a step."""
     match gathering:
         case Gathering.ONCE:
-            return Phase.ONCE
+            return GatherPhase.ONCE
         case Gathering.REGATHER:
-            return Phase.LEADING_REGATHER if waits else Phase.REGATHER
+            return GatherPhase.LEADING_REGATHER if waits else GatherPhase.REGATHER
         case Gathering.KEEP:
-            return Phase.LEADING if waits else Phase.EVERY
+            return GatherPhase.LEADING if waits else GatherPhase.EVERY
 
 
-def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[Phase, Flags]:
+def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[GatherPhase, Flags]:
     """Which of `moves` a flow that begins at `starts` can take in each phase."""
-    found: dict[Phase, Flags] = {}
-    begun: dict[Phase, list[Layout]] = {}
+    found: dict[GatherPhase, Flags] = {}
+    begun: dict[GatherPhase, list[Layout]] = {}
     for layout, phase in starts:
         begun.setdefault(phase, []).append(layout)
     for phase, layouts in begun.items():
         last = phase.next or phase
         found[last] = moves & _may_be_in(last, network)
         if phase.next is not None:
-            able = network.sums | network.gathers if phase is Phase.ONCE else network.sums
+            able = network.sums | network.gathers if phase is GatherPhase.ONCE else network.sums
             found[phase] = network.following(network.flags(layouts), moves & able)
     return found
 
@@ -85,11 +89,11 @@ def completing(network: Network) -> Flags:
     return network.gathers | network.from_partial
 
 
-def _may_be_in(phase: Phase, network: Network) -> Flags:
+def _may_be_in(phase: GatherPhase, network: Network) -> Flags:
     match phase:
-        case Phase.REGATHER:
+        case GatherPhase.REGATHER:
             return ~network.from_partial
-        case Phase.SETTLED:
+        case GatherPhase.SETTLED:
             return ~completing(network)
         case _:
             return np.ones(len(network.source), dtype=np.bool_)

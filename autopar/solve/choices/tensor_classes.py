@@ -14,7 +14,7 @@ from autopar.sharding.atoms import Atoms
 from autopar.sharding.rule import rule_of
 from autopar.solve.choices.direct_ways import DirectWays
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.gather_phases import Phase
+from autopar.solve.choices.gather_phases import GatherPhase
 from autopar.solve.linear_program import Terms
 
 Marginal = dict[Layout, Terms]
@@ -39,7 +39,7 @@ class TensorClass:
     members: list[str]
     network: Network = field(init=False)
     asked: tuple[Placements, frozenset[Layout]] = field(init=False)  # what the network was asked for
-    paid: dict[Phase, Numbers] = field(default_factory=dict)
+    paid: dict[GatherPhase, Numbers] = field(default_factory=dict)
     ways: DirectWays | None = None
 
     def used(self, values: Sequence[float], least: float) -> set[Move]:

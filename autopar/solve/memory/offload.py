@@ -35,12 +35,14 @@ from autopar.cost.program.offload import (
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import recompute_seconds
 from autopar.schedules.in_flight import flight
-from autopar.solve.memory.recompute import Fitted, fit
+from autopar.solve.memory.recompute import FittedProgram, fit
 
 MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows with the square
 
 
-def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload) -> Fitted:
+def fit_by_offload(
+    priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload
+) -> FittedProgram:
     """Recomputes parts and moves tensors so that the program fits `cap` bytes per device at least expense.
     Only what is free to be chosen is chosen; where nothing fits, what needs least."""
     plain = fitted(priced)
@@ -58,10 +60,10 @@ def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, off
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 
-def fitted(priced: PricedProgram) -> Fitted:
+def fitted(priced: PricedProgram) -> FittedProgram:
     """The program, moving only what its parts that are recomputed leave, and what that takes."""
     priced = _moving(priced, offloaded(priced))
-    return Fitted(priced, recompute_seconds(priced) + sum(wait_seconds(priced)))
+    return FittedProgram(priced, recompute_seconds(priced) + sum(wait_seconds(priced)))
 
 
 def offload_everything(priced: PricedProgram) -> PricedProgram:
@@ -114,7 +116,7 @@ def moving_in_stages(
     return _moving(priced, sorted(chosen, key=lambda item: -item.nbytes)[:most])
 
 
-def fewest(found: Fitted, cap: int) -> Fitted:
+def fewest(found: FittedProgram, cap: int) -> FittedProgram:
     """Offload as few tensors, the largest, as still fit."""
     items = sorted(offloaded(found.priced), key=lambda item: -item.nbytes)
     low, high = 0, len(items)

@@ -44,7 +44,7 @@ FALLBACKS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedProgram:
     """A program with its recomputed parts, and the `seconds` that these take for each micro-batch."""
 
     priced: PricedProgram
@@ -59,7 +59,7 @@ class Fitted:
         return self.priced.peak
 
 
-def fit(priced: PricedProgram, cap: int) -> Fitted:
+def fit(priced: PricedProgram, cap: int) -> FittedProgram:
     """The program with the parts recomputed that make it fit `cap` bytes per device at least expense; if
     none do, with those that need least."""
     return _Fitting(priced).under(cap)
@@ -114,7 +114,7 @@ def _size(peak: Peak) -> tuple[int, int]:
 @dataclass(slots=True)
 class _Fitting:
     priced: PricedProgram
-    known: dict[tuple[Segment, ...], Fitted] = field(default_factory=dict)
+    known: dict[tuple[Segment, ...], FittedProgram] = field(default_factory=dict)
 
     @property
     def trials(self) -> int:
@@ -126,7 +126,7 @@ class _Fitting:
         """How many of the fastest candidates that fit do so."""
         return max(1, REFINED * self.trials // TRIALS)
 
-    def under(self, cap: int) -> Fitted:
+    def under(self, cap: int) -> FittedProgram:
         plain = self.fitted((), 0.0)
         if plain.peak.nbytes <= cap:
             return plain
@@ -164,10 +164,10 @@ class _Fitting:
             if item.spec.requires_grad
         )
 
-    def descend(self, found: Fitted, table: Savings, cap: int) -> Fitted:
+    def descend(self, found: FittedProgram, table: Savings, cap: int) -> FittedProgram:
         """Change one part at a time for as long as that helps: to fit first, then to be faster."""
 
-        def worth(each: Fitted) -> tuple[float, float, int]:
+        def worth(each: FittedProgram) -> tuple[float, float, int]:
             return max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes
 
         left = min(CHANGES, EFFORT // len(self.priced.graph.operators))
@@ -181,16 +181,16 @@ class _Fitting:
             found = best
         return found
 
-    def fitted(self, parts: tuple[Segment, ...], seconds: float) -> Fitted:
+    def fitted(self, parts: tuple[Segment, ...], seconds: float) -> FittedProgram:
         if parts not in self.known:
-            self.known[parts] = Fitted(self.priced.remedied(recompute=parts), seconds)
+            self.known[parts] = FittedProgram(self.priced.remedied(recompute=parts), seconds)
         return self.known[parts]
 
-    def without_idle(self, found: Fitted, table: Savings, cap: int) -> Fitted:
+    def without_idle(self, found: FittedProgram, table: Savings, cap: int) -> FittedProgram:
         """Leave out parts as long as the rest still fit: as many as can be of the dearest, then single
         ones."""
 
-        def left(parts: Sequence[Segment]) -> Fitted:
+        def left(parts: Sequence[Segment]) -> FittedProgram:
             ordered = tuple(sorted(parts))
             return self.fitted(ordered, _totals(table, ordered)[0])
 

@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidatePlan:
     """A plan with what it takes."""
 
     priced: PricedProgram
@@ -58,14 +58,14 @@ class Candidate:
 
 def search_locally(
     problem: Problem,
-    starts: Sequence[Candidate],
+    starts: Sequence[CandidatePlan],
     cap: int,
     recompute: Recompute,
     *,
     offload: Offload = Offload.NONE,
     deadline: float | None = None,
     effort: int = EFFORT,
-) -> Candidate:
+) -> CandidatePlan:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
     tried, nor when as many operators have been replayed as `effort` says."""
@@ -83,7 +83,7 @@ class _PlacementDescent:
     cap: int
     recompute: Recompute
     offload: Offload
-    found: Candidate
+    found: CandidatePlan
     deadline: float | None
     left: int
 
@@ -93,7 +93,7 @@ class _PlacementDescent:
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def best(self) -> Candidate:
+    def best(self) -> CandidatePlan:
         while not self.over() and (self.steps_down() or self.fitted_anew() or self.steps_down(twice=True)):
             pass
         return self.found
@@ -126,7 +126,7 @@ class _PlacementDescent:
             return fit(plain, self.cap).priced
         return fit_by_offload(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
 
-    def takes(self, other: Candidate) -> bool:
+    def takes(self, other: CandidatePlan) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
         better = theirs < mine or theirs == mine and other.seconds < self.found.seconds * (1 - FASTER)
         if better:
@@ -161,9 +161,9 @@ class _PlacementDescent:
         around = decoded(self.problem, choices, around=True)
         return [direct] if around.moves == direct.moves else [direct, around]
 
-    def replayed(self, priced: PricedProgram) -> Candidate:
+    def replayed(self, priced: PricedProgram) -> CandidatePlan:
         self.left -= len(priced.program.strategies)
-        return Candidate(priced, priced.seconds)
+        return CandidatePlan(priced, priced.seconds)
 
 
 def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:

@@ -75,7 +75,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
 from autopar.solve.choices.direct_ways import DirectWays, ways
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.gather_phases import Phase, Place, completing, first_phase, phased
+from autopar.solve.choices.gather_phases import GatherPhase, Place, completing, first_phase, phased
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import Marginal, TensorClass, Use, Wiring
@@ -171,7 +171,7 @@ class Problem:
         changed.network = after
         if tensor.ways:
             exist = tensor.ways.variables >= 0
-            seconds = self.times(tensor, Phase.EVERY) * tensor.ways.seconds(after)[exist]
+            seconds = self.times(tensor, GatherPhase.EVERY) * tensor.ways.seconds(after)[exist]
             for variable, cost in zip(tensor.ways.variables[exist].tolist(), seconds.tolist(), strict=True):
                 self.lp.costs[variable] = cost
         for phase, variables in tensor.paid.items():
@@ -183,7 +183,7 @@ class Problem:
                 self.lp.costs[variable] = times * seconds
         return changed
 
-    def times(self, tensor: TensorClass, phase: Phase) -> float:
+    def times(self, tensor: TensorClass, phase: GatherPhase) -> float:
         """How many times a move of a tensor counts in a phase."""
         count = float(len(tensor.members))
         return count if phase.next is None else count * self.prices.step_weight
@@ -200,7 +200,9 @@ class Problem:
             self.add_flows(tensor, starts, uses, taken)
         return uses
 
-    def routed(self, tensor: TensorClass) -> tuple[dict[Place, Terms], list[Use], list[dict[Phase, Flags]]]:
+    def routed(
+        self, tensor: TensorClass
+    ) -> tuple[dict[Place, Terms], list[Use], list[dict[GatherPhase, Flags]]]:
         """Where the tensor is made, where it is used, and which moves may lead from one to the other."""
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
@@ -220,12 +222,12 @@ class Problem:
         return starts, uses, taken
 
     def join(
-        self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[Phase, Flags]
+        self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[GatherPhase, Flags]
     ) -> bool:
         """Add the ways from where a tensor is made to its only use, if they are fewer than its moves."""
-        if set(moves) != {Phase.EVERY}:
+        if set(moves) != {GatherPhase.EVERY}:
             return False
-        network, allowed = tensor.network, moves[Phase.EVERY]
+        network, allowed = tensor.network, moves[GatherPhase.EVERY]
         if FEWER * len(starts) * len(use.needs) > max(SMALL, int(np.count_nonzero(allowed))):
             return False
         begin = np.array([network.place[layout] for layout, _ in starts], dtype=np.intp)
@@ -233,7 +235,7 @@ class Problem:
         seconds = ways(network, begin, ends, allowed)
         exist = np.isfinite(seconds)
         variables = np.full(seconds.shape, -1)
-        variables[exist] = self.lp.variables(seconds[exist] * self.times(tensor, Phase.EVERY))
+        variables[exist] = self.lp.variables(seconds[exist] * self.times(tensor, GatherPhase.EVERY))
         tensor.ways = DirectWays(begin, ends, allowed, variables)
         rows = FlowRows(self.lp, len(begin) + len(ends))
         for number, terms in enumerate(starts.values()):
@@ -250,7 +252,7 @@ class Problem:
         tensor: TensorClass,
         starts: Mapping[Place, Terms],
         uses: Sequence[Use],
-        taken: Sequence[Mapping[Phase, Flags]],
+        taken: Sequence[Mapping[GatherPhase, Flags]],
     ) -> None:
         """Add the moves of a tensor, and the flow of each use over them."""
         network, shared = tensor.network, len(uses) > 1
@@ -306,14 +308,14 @@ class Problem:
         return found
 
     def flows(
-        self, tensor: TensorClass, use: Use, taken: Mapping[Phase, Flags], *, shared: bool
-    ) -> dict[Phase, Numbers]:
+        self, tensor: TensorClass, use: Use, taken: Mapping[GatherPhase, Flags], *, shared: bool
+    ) -> dict[GatherPhase, Numbers]:
         """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use regathers in backward
         is paid for each."""
         network, found = tensor.network, {}
         for phase, moves in taken.items():
             regather = np.zeros(len(moves))
-            if phase is Phase.REGATHER and self.saves(use):
+            if phase is GatherPhase.REGATHER and self.saves(use):
                 regather = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
             if shared:
                 found[phase] = self.flow_variables(moves, regather)
@@ -337,7 +339,7 @@ class Problem:
         if tensor.name in self.cast_weights and self.requires_grad(tensor.name):
             return self.cast_starts(tensor)
         if tensor.name not in self.wiring.kinds:
-            return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
+            return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
         waits = self.wiring.is_parameter(tensor.name) and self.prices.step_weight < 1.0
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
@@ -351,12 +353,12 @@ class Problem:
         found: dict[Place, Terms] = {}
         forced = self.space.gatherings == (Gathering.REGATHER,)
         if not forced and self.cap is None and self.memory_price == FREE:
-            return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
+            return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
         choice = None if forced else self.lp.variable(integer=True, upper=1.0)
         self.regathered[tensor.name] = choice
         for layout, terms in self.sources(tensor).items():
             if not any(isinstance(place, Shard) for place in layout):
-                found[layout, Phase.EVERY] = terms
+                found[layout, GatherPhase.EVERY] = terms
                 continue
             regathered = terms
             if choice is not None:
@@ -365,8 +367,8 @@ class Problem:
                 self.lp.at_most([(1.0, part), (-1.0, choice)], 0.0)
                 self.lp.at_most([*rest, (1.0, choice)], 1.0)
                 self.lp.at_least(rest, 0.0)
-                found[layout, Phase.EVERY] = rest
-            found[layout, Phase.REGATHER] = regathered
+                found[layout, GatherPhase.EVERY] = rest
+            found[layout, GatherPhase.REGATHER] = regathered
             self.unkept.setdefault(tensor.name, []).extend(regathered)
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             for share, variable in regathered:
@@ -378,7 +380,7 @@ class Problem:
         tensor: TensorClass,
         starts: Mapping[Place, Terms],
         use: Use,
-        flows: Mapping[Phase, Numbers],
+        flows: Mapping[GatherPhase, Numbers],
         *,
         copies: dict[Layout, int],
     ) -> None:
@@ -397,7 +399,7 @@ class Problem:
                 rows.add(place, phase, [(-1.0, leaving)])
                 rows.add(place, phase.next, [(1.0, leaving)])
                 layout = network.layouts[place]
-                if phase is Phase.ONCE and (layout, phase) not in starts:
+                if phase is GatherPhase.ONCE and (layout, phase) not in starts:
                     self.hold_copy(tensor, layout, leaving, copies)
         last = list(dict.fromkeys(phase.next or phase for _, phase in starts))
         for layout, terms in use.needs.items():

@@ -39,7 +39,7 @@ WORTHWHILE = 2e-3  # of a step's seconds
 
 
 @dataclass(frozen=True, slots=True)
-class _Sought:
+class _SearchedCuts:
     """Places at which cuts under `schedules` were sought, and a bound on the seconds of all of them."""
 
     bound: float
@@ -63,7 +63,7 @@ class Refinement:
     others: Sequence[Program] = ()
     scarcity: Scarcity | None = None
     deadline: float | None = None
-    sought: list[_Sought] = field(default_factory=list)
+    sought: list[_SearchedCuts] = field(default_factory=list)
 
     @property
     def graph(self) -> Graph:
@@ -72,7 +72,7 @@ class Refinement:
     def of(self, step: Step) -> Step:
         """The step with all that makes it faster, and its bound."""
         places = choose_places(crossing_bytes(step.solution.priced), MOST_PLACES)
-        self.sought = [_Sought(step.bound, places, self.schedules)]
+        self.sought = [_SearchedCuts(step.bound, places, self.schedules)]
         step = self.filled(self.shifted(step))
         if not is_over(self.deadline) and (mixed := self.mixed(step)):
             step = self.filled(mixed)
@@ -133,7 +133,7 @@ class Refinement:
             assert shifted.cut is not None
             unfilled = self.plain(step.schedule)
             known = shifted.bound if unfilled is step.schedule else 0.0
-            self.sought.append(_Sought(known, places, [unfilled]))
+            self.sought.append(_SearchedCuts(known, places, [unfilled]))
             gain = 1 - shifted.seconds / step.seconds
             step = replace(shifted, filling=step.filling) if gain > 0 else step
             assert step.cut is not None

@@ -42,7 +42,7 @@ LOWER = (1.0, 0.7)  # times the best prices: for a bound on plans that compute s
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PricedAssignment:
     """An assignment, and what it takes and holds."""
 
     chosen: Chosen
@@ -57,7 +57,7 @@ class CappedElimination:
     cap: int
     recompute: Recompute
     offload: Offload
-    found: list[Found] = field(default_factory=list)
+    found: list[PricedAssignment] = field(default_factory=list)
     bounds: dict[RowPrices, float] = field(default_factory=dict)  # least costs
     plans: list[Solution] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class CappedElimination:
             raise WideError
         chosen = tables.chosen(taken, tables.priced_costs(prices), tables.price_of(prices))
         self.bounds[prices] = cost
-        self.found.append(Found(chosen, tables.totals(chosen)))
+        self.found.append(PricedAssignment(chosen, tables.totals(chosen)))
 
     def highest(self, cap: float) -> tuple[float, RowPrices]:
         """The most that the bound can be by all that is found, and the prices at which it would be."""
@@ -144,7 +144,7 @@ class CappedElimination:
 
     def mix(self, prices: RowPrices) -> None:
         """Replay assignments that hold no more than the cap by the tables, then less if they hold more."""
-        cap, tried = float(self.cap), list[Found]()
+        cap, tried = float(self.cap), list[PricedAssignment]()
         for _ in range(REPLAYS):
             each = self.fullest(prices, cap)
             if each is None or each in tried or (plan := self.plan(each)) is None:
@@ -161,7 +161,7 @@ class CappedElimination:
             plan = completed(plan.priced, self.cap, recompute=self.recompute, offload=self.offload)
             self.plans += [plan] if plan.peak.nbytes <= self.cap else []
 
-    def fullest(self, prices: RowPrices, cap: float) -> Found | None:
+    def fullest(self, prices: RowPrices, cap: float) -> PricedAssignment | None:
         """The fastest that holds no more than a cap, of those that are found and mixtures of two."""
         fits = [each for each in self.found if each.totals.most <= cap]
         beyond = [each for each in self.found if each.totals.most > cap]
@@ -172,13 +172,13 @@ class CappedElimination:
         mixed = (self.mixture(one, other, cap) for one in near for other in over)
         return min([*fits, *mixed], key=lambda each: each.totals.seconds)
 
-    def mixture(self, fits: Found, beyond: Found, cap: float) -> Found:
+    def mixture(self, fits: PricedAssignment, beyond: PricedAssignment, cap: float) -> PricedAssignment:
         """The assignment whose operators run as in `beyond` up to the last place at which that fits."""
         low, high, best = 0, len(self.tables.graph.operators), fits
         while high - low > 1:
             middle = (low + high) // 2
             chosen = self.turning(fits.chosen, beyond.chosen, middle)
-            each = Found(chosen, self.tables.totals(chosen))
+            each = PricedAssignment(chosen, self.tables.totals(chosen))
             if each.totals.most <= cap and math.isfinite(each.totals.seconds):
                 low, best = middle, min(best, each, key=lambda found: found.totals.seconds)
             else:
@@ -200,7 +200,7 @@ class CappedElimination:
             kept[number] = (before if users and min(users) < place else behind).kept[number]
         return Chosen(taken, kept)
 
-    def plan(self, found: Found) -> Solution | None:
+    def plan(self, found: PricedAssignment) -> Solution | None:
         """The plan of an assignment; None if there is none."""
         try:
             priced = PricedProgram(self.tables.prices, program_of(self.tables, found.chosen))

@@ -23,7 +23,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.solve.choices.conversion_trees import tree_seconds
 from autopar.solve.choices.direct_ways import settled
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.gather_phases import Phase
+from autopar.solve.choices.gather_phases import GatherPhase
 from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.linear_program import Terms
@@ -40,7 +40,7 @@ class WideError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CostTable:
     """Costs by the alternatives of some choices, one dim for each."""
 
     choices: tuple[int, ...]
@@ -66,7 +66,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class InputLayouts:
     """The layouts in which an input may be kept, by number in the network, and the variable of each."""
 
     layouts: Numbers
@@ -78,14 +78,14 @@ class Joint:
     """A tensor with its ends: where it is made, by an operator or as an input, and where it is used. `moves`
     may lead from the one to the others."""
 
-    made: End | Kept
+    made: End | InputLayouts
     uses: tuple[End, ...]
     moves: Flags
 
     @property
     def ends(self) -> tuple[End, ...]:
         """The ends that choices decide on, in the order of the table's dims."""
-        return self.uses if isinstance(self.made, Kept) else (self.made, *self.uses)
+        return self.uses if isinstance(self.made, InputLayouts) else (self.made, *self.uses)
 
 
 class ChoiceTables(Problem):
@@ -125,9 +125,9 @@ class ChoiceTables(Problem):
     def add_tensor(self, tensor: TensorClass) -> list[Use]:
         """Note where a tensor is made and used."""
         starts, uses, taken = self.routed(tensor)
-        if any(phase is not Phase.EVERY for _, phase in starts) or len(uses) > MOST_USES:
+        if any(phase is not GatherPhase.EVERY for _, phase in starts) or len(uses) > MOST_USES:
             raise WideError
-        moves = np.logical_or.reduce([each[Phase.EVERY] for each in taken])
+        moves = np.logical_or.reduce([each[GatherPhase.EVERY] for each in taken])
         if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
             raise WideError
         self.routes.append(({layout: terms for (layout, _), terms in starts.items()}, uses, moves))
@@ -145,7 +145,7 @@ class ChoiceTables(Problem):
             for _, variable in terms
         ]
         layouts, variables = (np.array(each, dtype=np.intp) for each in zip(*kept, strict=True))
-        return Joint(Kept(layouts, variables), ends, moves)
+        return Joint(InputLayouts(layouts, variables), ends, moves)
 
     def _end(self, tensor: TensorClass, layouts: Mapping[Layout, Terms]) -> End:
         numbers = np.array([tensor.network.place[layout] for layout in layouts], dtype=np.intp)
@@ -163,11 +163,11 @@ class ChoiceTables(Problem):
         """What each variable costs."""
         return np.asarray(self.lp.costs)
 
-    def tables(self) -> Iterator[Table]:
+    def tables(self) -> Iterator[CostTable]:
         """All tables, of choices and of tensors."""
         costs = self.costs
         for choice, variables in enumerate(self.choices):
-            yield Table((choice,), costs[variables])
+            yield CostTable((choice,), costs[variables])
         for number, (tensor, joint) in enumerate(zip(self.tensors, self.joints, strict=True)):
             known, seconds = self.known.get(number, (None, np.empty(0)))
             if known is not tensor.network:
@@ -179,7 +179,7 @@ class ChoiceTables(Problem):
         """How each input is kept best beside the alternatives that are taken."""
         costs, found = np.asarray(self.lp.costs), dict[str, Stored]()
         for tensor, joint in zip(self.tensors, self.joints, strict=True):
-            if isinstance(joint.made, Kept):
+            if isinstance(joint.made, InputLayouts):
                 needs = [np.array([use.layout(taken)]) for use in joint.uses]
                 seconds = from_layouts(tensor.network, needs, joint).ravel() + costs[joint.made.variables]
                 best = int(joint.made.variables[seconds.argmin()])
@@ -189,7 +189,7 @@ class ChoiceTables(Problem):
         return found
 
 
-def table_of(joint: Joint, seconds: Seconds) -> Table:
+def table_of(joint: Joint, seconds: Seconds) -> CostTable:
     """The table by choices of costs by layouts; a choice that is several ends of the tensor has one dim."""
     choices = tuple(dict.fromkeys(end.choice for end in joint.ends if end.choice is not None))
     index = []
@@ -198,7 +198,7 @@ def table_of(joint: Joint, seconds: Seconds) -> Table:
         if end.choice is not None:
             shape[choices.index(end.choice)] = len(end.codes)
         index.append(end.codes.reshape(shape))
-    return Table(choices, seconds[tuple(index)])
+    return CostTable(choices, seconds[tuple(index)])
 
 
 def conversions(network: Network, joint: Joint, costs: Seconds) -> Seconds:

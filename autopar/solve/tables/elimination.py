@@ -25,11 +25,11 @@ from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.solve.program.decode import Choices, decoded
 from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed
-from autopar.solve.tables.choice_tables import MOST_ENTRIES, ChoiceTables, Table, WideError
+from autopar.solve.tables.choice_tables import MOST_ENTRIES, ChoiceTables, CostTable, WideError
 
 
 @dataclass(frozen=True, slots=True)
-class Eliminated:
+class EliminatedChoice:
     """A choice that was left out, and the alternative to take, by the alternatives of `others`."""
 
     choice: int
@@ -64,7 +64,7 @@ def cheapest_program(problem: ChoiceTables) -> tuple[Program, float]:
     return decoded(problem, choices, cheapest=True), cost
 
 
-def least(tables: Iterable[Table], sizes: list[int]) -> tuple[float, list[int]]:
+def least(tables: Iterable[CostTable], sizes: list[int]) -> tuple[float, list[int]]:
     """The least sum of the tables, and the alternative of each choice that gives it, of `sizes[choice]`.
 
     The choice whose tables come to the smallest one is left out first. Raises WideError if one of them is
@@ -81,16 +81,16 @@ def least(tables: Iterable[Table], sizes: list[int]) -> tuple[float, list[int]]:
 class _Rest:
     """The tables that are left, by choice."""
 
-    def __init__(self, tables: Iterable[Table], sizes: list[int]) -> None:
+    def __init__(self, tables: Iterable[CostTable], sizes: list[int]) -> None:
         self.sizes, self.constant = sizes, 0.0
-        self.of: list[dict[int, Table]] = [{} for _ in sizes]
+        self.of: list[dict[int, CostTable]] = [{} for _ in sizes]
         self.count = 0
         for table in tables:
             self.add(table)
 
-    def add(self, table: Table) -> None:
+    def add(self, table: CostTable) -> None:
         """Add a table, without dims of one alternative."""
-        table = Table(
+        table = CostTable(
             tuple(choice for choice in table.choices if self.sizes[choice] > 1), np.squeeze(table.costs)
         )
         if not table.choices:
@@ -126,7 +126,7 @@ class _Rest:
             for other in neighbors:
                 heapq.heappush(waiting, (self.size(other), other))
 
-    def eliminate(self, choice: int) -> Eliminated:
+    def eliminate(self, choice: int) -> EliminatedChoice:
         """Leave a choice out."""
         others = self.others(choice)
         if self.size(choice) > MOST_ENTRIES:
@@ -139,11 +139,11 @@ class _Rest:
             for other in table.choices:
                 del self.of[other][number]
         best = np.asarray(total.argmin(axis=-1), dtype=np.intp)
-        self.add(Table(others, np.asarray(total.min(axis=-1))))
-        return Eliminated(choice, others, best)
+        self.add(CostTable(others, np.asarray(total.min(axis=-1))))
+        return EliminatedChoice(choice, others, best)
 
 
-def _spread(table: Table, scope: tuple[int, ...]) -> Seconds:
+def _spread(table: CostTable, scope: tuple[int, ...]) -> Seconds:
     """The table's costs with a dim for each choice of `scope`, of length 1 where it doesn't depend on it."""
     order = sorted(range(len(table.choices)), key=lambda dim: scope.index(table.choices[dim]))
     sizes = dict(zip(table.choices, table.costs.shape, strict=True))

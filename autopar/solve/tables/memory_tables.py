@@ -26,7 +26,7 @@ from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
 from autopar.solve.choices.direct_ways import settled
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.gather_phases import Phase, first_phase
+from autopar.solve.choices.gather_phases import GatherPhase, first_phase
 from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import TensorClass, Use
@@ -37,10 +37,10 @@ from autopar.solve.tables.choice_tables import (
     MOST_SUMS,
     MOST_USES,
     ChoiceTables,
+    CostTable,
     End,
+    InputLayouts,
     Joint,
-    Kept,
-    Table,
     WideError,
     from_layouts,
     table_of,
@@ -98,7 +98,7 @@ class MemoryTables(ChoiceTables):
         self, graph: Graph, prices: Prices, space: Space, folding: Folding, *, offloads: bool
     ) -> None:
         # Moves in each phase of weights that aren't gathered in EVERY micro-batch alone.
-        self.phased: dict[str, Mapping[Phase, Flags]] = {}
+        self.phased: dict[str, Mapping[GatherPhase, Flags]] = {}
         super().__init__(graph, prices, space, folding, cap=math.inf, offloads=offloads)
         count = len(self.lp.costs)
         later = _summed(self.memory.gradients, count)
@@ -124,12 +124,12 @@ class MemoryTables(ChoiceTables):
         """Note where a tensor is made and used."""
         starts, uses, taken = self.routed(tensor)
         phases = {phase for _, phase in starts}
-        if len(uses) > (MOST_USES if phases == {Phase.EVERY} else 1):
+        if len(uses) > (MOST_USES if phases == {GatherPhase.EVERY} else 1):
             raise WideError
-        if phases != {Phase.EVERY}:
+        if phases != {GatherPhase.EVERY}:
             self.phased[tensor.name] = taken[0]
         none = np.zeros(len(tensor.network.source), dtype=np.bool_)
-        moves = np.logical_or.reduce([each.get(Phase.EVERY, none) for each in taken])
+        moves = np.logical_or.reduce([each.get(GatherPhase.EVERY, none) for each in taken])
         if int(np.count_nonzero(moves)) * math.prod(len(use.needs) for use in uses) > MOST_SUMS:
             raise WideError
         made: dict[Layout, Terms] = {}
@@ -173,7 +173,7 @@ class MemoryTables(ChoiceTables):
         With those of them that are in the layout in which an operator makes it."""
         ends = list(joint.ends)
         lengths = [len(end.layouts) for end in ends]
-        if isinstance(joint.made, Kept):
+        if isinstance(joint.made, InputLayouts):
             lengths = [len(joint.made.layouts), *lengths]
         found, as_made = np.zeros(lengths), np.zeros(lengths)
         if tensor.name in self.wiring.makers and tensor.name not in self.counted:
@@ -190,7 +190,7 @@ class MemoryTables(ChoiceTables):
             new = saved & ~own
             for before, other in zip(numbers[:place], flags[:place], strict=True):
                 new = new & ~(other & (before == number))
-            if isinstance(joint.made, Kept) and self.wiring.at_rest(tensor.name):
+            if isinstance(joint.made, InputLayouts) and self.wiring.at_rest(tensor.name):
                 stored = self._codes(tensor, joint.made.layouts, values)
                 spared = _along(self._regathered(tensor, joint.made), lengths, 0)
                 new = new & ~spared & (_along(stored, lengths, 0) != number)
@@ -267,10 +267,10 @@ class MemoryTables(ChoiceTables):
 
     # -- tables -----------------------------------------------------------------------------------------
 
-    def _regathered(self, tensor: TensorClass, made: Kept) -> Flags:
+    def _regathered(self, tensor: TensorClass, made: InputLayouts) -> Flags:
         return self._gathered(tensor, made, Gathering.REGATHER)
 
-    def _gathered(self, tensor: TensorClass, made: Kept, wanted: Gathering) -> Flags:
+    def _gathered(self, tensor: TensorClass, made: InputLayouts, wanted: Gathering) -> Flags:
         """Which ways of keeping an input gather it so."""
         so = {variable for (_, way), variable in self.inputs[tensor.name].items() if way is wanted}
         return np.array([variable in so for variable in made.variables.tolist()])
@@ -286,7 +286,7 @@ class MemoryTables(ChoiceTables):
 
     def _seconds(self, tensor: TensorClass, joint: Joint) -> Seconds:
         network, uses = tensor.network, [use.layouts for use in joint.uses]
-        if tensor.name not in self.phased or not isinstance(joint.made, Kept):
+        if tensor.name not in self.phased or not isinstance(joint.made, InputLayouts):
             return from_layouts(network, uses, joint)
         found = np.full((len(joint.made.layouts), len(uses[0])), np.inf)
         for way in Gathering:
@@ -321,17 +321,17 @@ class MemoryTables(ChoiceTables):
         """Bytes [kept, use] of the copy of a weight that is gathered once, at least; None where none is.
 
         It lies in the layout in which the weight settles: of all from which a way leads on the smallest."""
-        if Phase.ONCE not in self.phased.get(tensor.name, {}) or not self.requires_grad(tensor.name):
+        if GatherPhase.ONCE not in self.phased.get(tensor.name, {}) or not self.requires_grad(tensor.name):
             return None
-        assert isinstance(joint.made, Kept)
+        assert isinstance(joint.made, InputLayouts)
         network, moves, once = tensor.network, self.phased[tensor.name], Gathering.ONCE
         flags = self._gathered(tensor, joint.made, once)
         kept = joint.made.layouts[flags]
         sizes = np.array([self._size(tensor.name, layout) for layout in network.layouts], dtype=np.float64)
         sizes[kept] = 0.0
         free = replace(network, seconds=np.zeros(len(network.seconds)))
-        reached = np.isfinite(settled(free, self._begun(network, kept), moves[Phase.ONCE]))
-        least = settled(free, np.where(reached, sizes[:, None], np.inf), moves[Phase.SETTLED])
+        reached = np.isfinite(settled(free, self._begun(network, kept), moves[GatherPhase.ONCE]))
+        least = settled(free, np.where(reached, sizes[:, None], np.inf), moves[GatherPhase.SETTLED])
         found = np.zeros((len(flags), len(joint.uses[0].layouts)))
         found[flags] = least[joint.uses[0].layouts].T
         return np.where(np.isfinite(found), found, 0.0)
@@ -341,7 +341,7 @@ class MemoryTables(ChoiceTables):
         uses = self.wiring.uses[name]
         return any(self._savers(item.name, position, of="operands").any() for item, position in uses)
 
-    def priced_tables(self, prices: RowPrices, *, recomputes: bool) -> Iterator[Table]:
+    def priced_tables(self, prices: RowPrices, *, recomputes: bool) -> Iterator[CostTable]:
         """All tables at prices of bytes in the rows under a cap; see `tables_at`."""
         costs, price = self.priced_costs(prices), self.price_of(prices)
         return self.tables_at(costs, price, recomputes=recomputes, converted=True)
@@ -354,14 +354,14 @@ class MemoryTables(ChoiceTables):
 
     def tables_at(
         self, costs: Seconds, price: MemoryPrice, *, recomputes: bool, converted: bool = False
-    ) -> Iterator[Table]:
+    ) -> Iterator[CostTable]:
         """All tables where variables have these costs, and bytes that are saved, and copies, a price.
 
         With `recomputes` what is saved as it was made costs no more than to compute it again. If what was
         `converted` doesn't either, that is less than any plan that computes something again takes."""
         own = self.costs if recomputes else costs
         for choice, variables in enumerate(self.choices):
-            yield Table((choice,), own[variables])
+            yield CostTable((choice,), own[variables])
         for number, joint in enumerate(self.joints):
             table = self._table(number, joint, costs, price)
             yield self._sparing(number, joint, table, price, converted=converted) if recomputes else table
@@ -380,24 +380,24 @@ class MemoryTables(ChoiceTables):
         saved: Seconds = price.saved * self.nbytes[number]
         return saved if copies is None else saved + price.state * copies
 
-    def _table(self, number: int, joint: Joint, costs: Seconds, price: MemoryPrice) -> Table:
+    def _table(self, number: int, joint: Joint, costs: Seconds, price: MemoryPrice) -> CostTable:
         seconds = self.seconds(number) + self.held_at(number, price)
-        if isinstance(joint.made, Kept):
+        if isinstance(joint.made, InputLayouts):
             own = costs[joint.made.variables].reshape([-1] + [1] * (seconds.ndim - 1))
             seconds = (seconds + own).min(axis=0)
         return table_of(joint, seconds)
 
     def _sparing(
-        self, number: int, joint: Joint, table: Table, price: MemoryPrice, *, converted: bool
-    ) -> Table:
+        self, number: int, joint: Joint, table: CostTable, price: MemoryPrice, *, converted: bool
+    ) -> CostTable:
         """The table in which what is saved may be computed again."""
         spared = price.saved * (self.nbytes if converted else self.made_bytes)[number]
-        if isinstance(joint.made, Kept) or not spared.any():
+        if isinstance(joint.made, InputLayouts) or not spared.any():
             return table
         held = table_of(joint, spared).costs
-        return Table(table.choices, table.costs - np.maximum(0.0, held - self._again(number, table)))
+        return CostTable(table.choices, table.costs - np.maximum(0.0, held - self._again(number, table)))
 
-    def _again(self, number: int, table: Table) -> Seconds:
+    def _again(self, number: int, table: CostTable) -> Seconds:
         """The part of computing its operator again that falls to one of its results, by the table's dims; no
         end to it where ranks exchange something to make it, which is kept."""
         tensor = self.tensors[number].name
@@ -417,7 +417,7 @@ class MemoryTables(ChoiceTables):
         Variables have these costs, and bytes that are saved, and of copies, a price."""
         kept = {}
         for number, joint in enumerate(self.joints):
-            if isinstance(joint.made, Kept):
+            if isinstance(joint.made, InputLayouts):
                 place: Any = (slice(None), *(end.number(taken) for end in joint.uses))
                 saved = self.held_at(number, price)[place]
                 kept[number] = int(
@@ -432,7 +432,7 @@ class MemoryTables(ChoiceTables):
         seconds, held, rests = costs[own].sum(), self.held_bytes[own].sum(), 0.0
         for number, joint in enumerate(self.joints):
             place: tuple[int, ...] = tuple(end.number(taken) for end in joint.ends)
-            if isinstance(joint.made, Kept):
+            if isinstance(joint.made, InputLayouts):
                 variable = joint.made.variables[chosen.kept[number]]
                 place = (chosen.kept[number], *place)
                 seconds += costs[variable]
@@ -450,7 +450,7 @@ class MemoryTables(ChoiceTables):
         found = dict[str, Stored]()
         for number, kept in chosen.kept.items():
             made, name = self.joints[number].made, self.tensors[number].name
-            assert isinstance(made, Kept)
+            assert isinstance(made, InputLayouts)
             ways = {variable: stored for stored, variable in self.inputs[name].items()}
             found[name] = ways[int(made.variables[kept])]
         return found

@@ -150,7 +150,7 @@ def way(stack: Stack, *, slow: bool, near: float | None = None, card: float | No
 @cache
 def exchange_seconds(exchanges: Exchanges, tp: int, near: Link, ring: Link) -> float:
     """Seconds of what a group of tp neighbours exchanges, one after the other."""
-    group = nccl.Group(tp, -(-tp // PER_NODE), near, ring)
+    group = nccl.RankGroup(tp, -(-tp // PER_NODE), near, ring)
     return sum(nccl.seconds(kind, nbytes, group) or 0.0 for kind, nbytes in exchanges)
 
 
@@ -195,12 +195,12 @@ def sum_seconds(weights: float, count: int, split: Split, stack: Stack, way: Way
     nodes = 1 if split.dp <= inside else -(-split.dp // inside)
     further = (split.dp - 1) * way.checked_sum if nodes > 1 else 0.0
     if split.zero:
-        group = nccl.Group(split.dp, nodes, way.near, Link(way.ring.latency, way.sums.bandwidth))
+        group = nccl.RankGroup(split.dp, nodes, way.near, Link(way.ring.latency, way.sums.bandwidth))
         scattered = nccl.seconds(Collective.REDUCE_SCATTER, int(GRADIENT * weights), group) or 0.0
         gathered = nccl.seconds(Collective.ALL_GATHER, int(WEIGHT * weights), group) or 0.0
         thin = (GRADIENT + WEIGHT) * weights * nodes * stack.thin if nodes > 1 else 0.0
         return scattered + gathered + thin + 2 * further
-    group = nccl.Group(split.dp, nodes, way.near, way.sums)
+    group = nccl.RankGroup(split.dp, nodes, way.near, way.sums)
     each = nccl.seconds(Collective.ALL_REDUCE, int(GRADIENT * weights / count), group) or 0.0
     return max(each, count * each - stack.overlap * behind) + count * further
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Link
 from autopar.core.costs import Collective
-from autopar.cost.machine.nccl import LL, SIMPLE, Group, ring, seconds, tree
+from autopar.cost.machine.nccl import LL, SIMPLE, RankGroup, ring, seconds, tree
 
 AR, AG, RS = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-NODE = Group(8, 1, Link(0.0, 450e9), None)
-FOUR = Group(32, 4, Link(0.0, 450e9), Link(0.0, 50e9))
+NODE = RankGroup(8, 1, Link(0.0, 450e9), None)
+FOUR = RankGroup(32, 4, Link(0.0, 450e9), Link(0.0, 50e9))
 
 
 def test_an_all_reduce_of_a_few_bytes_within_a_node_takes_what_nccl_says() -> None:
@@ -30,9 +30,9 @@ def test_large_messages_take_what_the_links_let_through() -> None:
 
 
 def test_ranks_of_a_group_on_one_node_send_through_all_their_cards() -> None:
-    alone, pair = (Group(4 * count, 4, Link(0.0, 450e9), Link(0.0, 50e9)) for count in (1, 2))
+    alone, pair = (RankGroup(4 * count, 4, Link(0.0, 450e9), Link(0.0, 50e9)) for count in (1, 2))
     assert (alone.bandwidth, pair.bandwidth, FOUR.bandwidth) == (50e9, 100e9, 400e9)
-    assert Group(64, 4, Link(0.0, 450e9), Link(0.0, 50e9)).bandwidth == 450e9
+    assert RankGroup(64, 4, Link(0.0, 450e9), Link(0.0, 50e9)).bandwidth == 450e9
 
 
 def test_a_ring_between_nodes_crosses_as_many_networks_as_there_are_nodes() -> None:
@@ -43,19 +43,19 @@ def test_a_ring_between_nodes_crosses_as_many_networks_as_there_are_nodes() -> N
 
 
 def test_a_link_that_is_known_to_be_slower_counts() -> None:
-    slow = Group(32, 4, Link(0.0, 450e9), Link(1e-3, 50e9))
+    slow = RankGroup(32, 4, Link(0.0, 450e9), Link(1e-3, 50e9))
     assert seconds(AG, 0, slow) == pytest.approx(3e-3, rel=0.1)
 
 
 def test_trees_are_chosen_where_rings_have_too_many_hops() -> None:
-    many = Group(512, 64, Link(0.0, 450e9), Link(0.0, 50e9))
+    many = RankGroup(512, 64, Link(0.0, 450e9), Link(0.0, 50e9))
     assert seconds(AR, 1 << 10, many) == tree(many, LL).at(1 << 10)
     assert seconds(AR, 1 << 40, many) == ring(AR, many, SIMPLE).at(1 << 40)
 
 
 def test_messages_have_no_form_and_one_rank_pays_nothing() -> None:
     assert seconds(Collective.SEND_RECV, 8, NODE) is None and seconds(Collective.ALL_TO_ALL, 8, NODE) is None
-    assert seconds(AR, 1 << 20, Group(1, 1, Link(1.0, 1.0), None)) == 0.0
+    assert seconds(AR, 1 << 20, RankGroup(1, 1, Link(1.0, 1.0), None)) == 0.0
 
 
 @given(st.integers(0, 1 << 34), st.integers(0, 1 << 34), st.sampled_from([AR, AG, RS]))

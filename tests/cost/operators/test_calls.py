@@ -9,7 +9,7 @@ import torch
 
 from autopar.core.graph import Ref
 from autopar.core.placement import Shard
-from autopar.cost.operators.calls import CallMemory, Given, Gradient, OperatorCalls
+from autopar.cost.operators.calls import CallMemory, CallResult, Gradient, OperatorCalls
 from autopar.sharding.strategies import options_of
 from tests.cost.operators.test_prices import convolved, split
 from tests.proof.models import Script
@@ -28,7 +28,7 @@ def test_a_product_keeps_its_factors_and_gives_a_gradient_of_each() -> None:
     (only,) = (found := calls(s, s.linear(s.user(4, 3, grad=True), 5), "n0")).calls
     assert found.results == (2,)
     assert only.takes == (0, 1)
-    assert only.gives == (Given(2, 80),)
+    assert only.gives == (CallResult(2, 80),)
     assert only.saves == {0, 1} and only.own == 0
     assert only.gradients == (Gradient(0, 48), Gradient(1, 120))
 
@@ -58,7 +58,7 @@ def test_a_view_shares_storage_both_ways_and_what_else_there_is_has_its_own(
     prices, operation, _ = split(s, made, "-")
     option = next(each for each in options_of(operation, prices.dims) if each.operands == (Shard(0),))
     (only,) = prices.calls(operation, (option,)).calls
-    assert only.gives == (Given(1, nbytes, alias),)
+    assert only.gives == (CallResult(1, nbytes, alias),)
     assert only.saves == saves
     assert only.gradients == (Gradient(0, nbytes, None if alias is None else 1),)
 
@@ -66,7 +66,7 @@ def test_a_view_shares_storage_both_ways_and_what_else_there_is_has_its_own(
 def test_a_loss_is_written_for_each_element_before_it_is_a_mean() -> None:
     s = Script()
     made = s.call(aten.mse_loss.default, Ref(s.user(4, 9, grad=True)), Ref(s.user(4, 9)))
-    assert calls(s, made, "-").calls[0].gives == (Given(2, 288),)
+    assert calls(s, made, "-").calls[0].gives == (CallResult(2, 288),)
 
 
 def test_a_split_convolution_keeps_what_its_own_does_and_the_neighbours_rows() -> None:
@@ -75,7 +75,7 @@ def test_a_split_convolution_keeps_what_its_own_does_and_the_neighbours_rows() -
     (only,) = prices.calls(operation, strategy).calls
     assert only == CallMemory(
         takes=(0, 1),
-        gives=(Given(2, 216),),
+        gives=(CallResult(2, 216),),
         saves=frozenset({0, 1}),
         own=2 * 72,
         gradients=(Gradient(0, 216), Gradient(1, 24)),

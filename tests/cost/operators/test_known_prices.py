@@ -14,7 +14,7 @@ from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P, R, Shard
 from autopar.cost.machine.model import CostModel
-from autopar.cost.operators.known_prices import MOST, Known, known_prices
+from autopar.cost.operators.known_prices import MOST, PriceCache, known_prices
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, sign_of, strategies_of
@@ -54,7 +54,7 @@ def test_what_other_graphs_have_taught_is_what_pricing_anew_gives(mesh: Mesh) ->
     """Strides and rows differ, so that what looks alike is cut otherwise, and exchanges other halos."""
     for stride, rows in ((1, 16), (2, 16), (2, 18), (1, 18), (1, 16)):
         learned, fresh = (prices_of(graph_of(stride, rows), mesh) for _ in range(2))
-        fresh._known = Known()
+        fresh._known = PriceCache()
         for item in learned.graph.operators:
             for one, other in zip(
                 strategies_of(item, learned.dims), strategies_of(item, fresh.dims), strict=True
@@ -99,8 +99,8 @@ def test_what_is_asked_first_changes_no_price(backwards: bool) -> None:
     for item in graph.operators:
         pairs.setdefault(sign_of(item, together.dims), []).append(item)
     for items in pairs.values():
-        apart = [replace(prices_of(graph, mesh), _known=Known()) for _ in items]
-        together = replace(prices_of(graph, mesh), _known=Known())
+        apart = [replace(prices_of(graph, mesh), _known=PriceCache()) for _ in items]
+        together = replace(prices_of(graph, mesh), _known=PriceCache())
         for strategy in strategies_of(items[0], together.dims):
             asked = items[::-1] if backwards else items
             found = {item.name: together.operator(item, strategy) for item in asked}
@@ -118,7 +118,7 @@ def test_under_multipliers_prices_are_as_if_made_for_them(
     plain = replace(prices_of(graph, Mesh((2, 2))), early=early)
     under = {"shown": 0.5, "credit": 0.0 if early else 0.25}
     under |= {"compute_credit": 0.25, "late_credit": 0.125, "late_shown": 0.75} if early else {}
-    fresh = replace(prices_of(graph, Mesh((2, 2))), early=early, _known=Known(), **under)
+    fresh = replace(prices_of(graph, Mesh((2, 2))), early=early, _known=PriceCache(), **under)
     offered = [(item, each) for item in graph.operators for each in strategies_of(item, plain.dims)]
     choices = ((R, P, B, Shard(0)),) * 2
     nets = [name for name, spec in graph.specs.items() if len(spec.shape) == 4]

@@ -15,7 +15,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import read_call, read_calls
-from autopar.cost.operators.known_prices import Known
+from autopar.cost.operators.known_prices import PriceCache
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, strategies_of
@@ -33,15 +33,15 @@ def prices_of(graph: Graph, mesh: Mesh, cluster: ClusterSpec = CPUS) -> Prices:
 
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
 def test_what_other_strategies_have_taught_is_what_pricing_anew_gives(make: Callable[[], Graph]) -> None:
-    graph, known = make(), Known()
+    graph, known = make(), PriceCache()
     for mesh in MESHES:
         learned, fresh = prices_of(graph, mesh), prices_of(graph, mesh)
-        learned._known = Known(known.local, known.calls)
+        learned._known = PriceCache(known.local, known.calls)
         for item in graph.operators:
             for one, other in zip(
                 strategies_of(item, learned.dims), strategies_of(item, fresh.dims), strict=True
             ):
-                fresh._known = Known()
+                fresh._known = PriceCache()
                 assert learned.operator(item, one) == fresh.operator(item, other), (item.name, one)
                 assert learned.calls(item, one) == fresh.calls(item, other)
     assert known.local and known.calls
@@ -86,7 +86,7 @@ def nets() -> Graph:
 def test_a_local_call_costs_and_holds_what_its_rule_writes(make: Callable[[], Graph], training: bool) -> None:
     graph, followed = make(), 0
     for cluster in (CPUS, CLUSTER):
-        prices = replace(prices_of(graph, Mesh((2, 2)), cluster), training=training, _known=Known())
+        prices = replace(prices_of(graph, Mesh((2, 2)), cluster), training=training, _known=PriceCache())
         for item in graph.operators:
             for strategy in strategies_of(item, prices.dims):
                 local = prices._local(item, strategy)

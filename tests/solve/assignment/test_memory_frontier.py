@@ -16,7 +16,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.assignment.memory_frontier import Priced
+from autopar.solve.assignment.memory_frontier import MemoryPricedProgram
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.symmetry import axes_alike
 from autopar.solve.choices.fold import fold
@@ -38,7 +38,7 @@ def test_no_placement_is_below(seed: int) -> None:
         (seconds, PricedProgram(prices, program).peak)
         for seconds, program in BruteForce(graph, prices, space).programs()
     ]
-    priced = Priced(graph, prices, space, unfolded(graph), relaxed=True)
+    priced = MemoryPricedProgram(graph, prices, space, unfolded(graph), relaxed=True)
     fastest = min(seconds for seconds, _ in plans)
     assert priced.least(FREE) == pytest.approx(fastest, rel=CLOSE)
     unit = fastest / max(peak.nbytes for _, peak in plans)
@@ -67,7 +67,9 @@ def test_names_of_alike_axes_are_forgotten_where_no_plan_is_sought(requires_grad
     assert axes_alike(prices) == ((0, 1, 2),)
     folding = unfolded(graph)
     space = build_space(graph, prices, folding)
-    named, nameless = (Priced(graph, prices, space, folding, relaxed=relaxed) for relaxed in (False, True))
+    named, nameless = (
+        MemoryPricedProgram(graph, prices, space, folding, relaxed=relaxed) for relaxed in (False, True)
+    )
     assert nameless.problem.alike == ((0, 1, 2),) and not named.problem.alike
     assert len(nameless.problem.lp.costs) < len(named.problem.lp.costs)
     best = choose(graph, prices, space, folding, gap=1e-9).seconds
@@ -79,7 +81,7 @@ def test_corners_are_placements_each_slower_and_leaner_than_the_one_before() -> 
     graph, random = blocks(4), Random(1)
     prices = random_prices(graph, Mesh((2,)), random)
     space = small_space(graph, prices, random, most=4, layouts=2)
-    priced = Priced(graph, prices, space, fold(graph, prices.dims))
+    priced = MemoryPricedProgram(graph, prices, space, fold(graph, prices.dims))
     found = list(priced.corners(4.0, 1e9))
     assert len(found) > 1
     seconds = [PricedProgram(prices, program).seconds for program in found]
@@ -87,5 +89,5 @@ def test_corners_are_placements_each_slower_and_leaner_than_the_one_before() -> 
     nbytes = [peak.state + 4.0 * peak.saved for peak in peaks]
     assert seconds == sorted(seconds) and nbytes == sorted(nbytes, reverse=True)
     assert seconds[0] == pytest.approx(priced.least(FREE), rel=CLOSE)
-    fewer = Priced(graph, prices, space, fold(graph, prices.dims)).corners(4.0, seconds[-1])
+    fewer = MemoryPricedProgram(graph, prices, space, fold(graph, prices.dims)).corners(4.0, seconds[-1])
     assert [PricedProgram(prices, program).seconds for program in fewer] == pytest.approx(seconds[:-1])

@@ -6,17 +6,19 @@ from random import Random
 
 import pytest
 
-from autopar.solve.assignment.multipliers import Line, MultiplierSearch, highest, line_of
+from autopar.solve.assignment.multipliers import LagrangianLine, MultiplierSearch, highest, line_of
 
 
-def assignments(seed: int) -> list[Line]:
+def assignments(seed: int) -> list[LagrangianLine]:
     """Lines of which those cost less whose sums exceed more."""
     random = Random(seed)
     excesses = [random.uniform(-5, 5) for _ in range(100)]
-    return [Line(12 - each / 2 + 0.1 * each * each + random.random() / 4, each) for each in excesses]
+    return [
+        LagrangianLine(12 - each / 2 + 0.1 * each * each + random.random() / 4, each) for each in excesses
+    ]
 
 
-def take(lines: list[Line], search: MultiplierSearch, most: int) -> float:
+def take(lines: list[LagrangianLine], search: MultiplierSearch, most: int) -> float:
     """Answer the search with the cheapest of the lines until it is over; the best bound found."""
     bound = 0.0
     for _ in range(most):
@@ -30,14 +32,14 @@ def take(lines: list[Line], search: MultiplierSearch, most: int) -> float:
 
 
 def test_two_lines_meet_where_they_cost_the_same() -> None:
-    hides, shows = Line(10.0, -4.0), Line(6.0, 4.0)  # 10 - 4 m = 6 + 4 m
+    hides, shows = LagrangianLine(10.0, -4.0), LagrangianLine(6.0, 4.0)  # 10 - 4 m = 6 + 4 m
     assert highest([hides, shows]) == (0.5, 8.0)
     assert highest([hides]) == (0.0, 10.0)
     assert highest([shows]) == (1.0, 10.0)
 
 
 def test_a_line_is_known_by_what_an_assignment_costs_and_takes() -> None:
-    for line in (Line(10.0, -4.0), Line(6.0, 4.0)):
+    for line in (LagrangianLine(10.0, -4.0), LagrangianLine(6.0, 4.0)):
         for multiplier in (0.25, 0.75):
             seconds = line.base + max(0.0, line.excess)
             found = line_of(multiplier, cost=line.at(multiplier), seconds=seconds, shows=line.excess > 0)

@@ -14,19 +14,19 @@ from autopar.core.recompute import Recompute
 from autopar.solve.assignment.search import choose
 from autopar.solve.choices.space import build_space
 from autopar.solve.program import local_search
-from autopar.solve.program.local_search import Candidate, search_locally
+from autopar.solve.program.local_search import CandidatePlan, search_locally
 from autopar.solve.program.problem import Problem
 from tests.solve.brute_force import random_prices, scores, unfolded
 
 
-def scarce(graph: Graph) -> tuple[Problem, Candidate, int]:
+def scarce(graph: Graph) -> tuple[Problem, CandidatePlan, int]:
     """The fastest plan, and a cap that it doesn't meet."""
     prices, folding = random_prices(graph, Mesh((2,)), Random(0)), unfolded(graph)
     space = build_space(graph, prices, folding)
     fastest = choose(graph, prices, space, folding)
     cap = fastest.peak.nbytes - 1
     problem = Problem(graph, prices, space, folding, cap=cap)
-    return problem, Candidate(fastest.priced, fastest.seconds), cap
+    return problem, CandidatePlan(fastest.priced, fastest.seconds), cap
 
 
 def test_a_plan_that_needs_less_is_found_nearby() -> None:
@@ -41,8 +41,8 @@ def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     """It may pass between two plans, of which there are many, and then the best so far stays."""
     problem, start, cap = scarce(scores())
     tried = []
-    replayed = local_search.Candidate
-    monkeypatch.setattr(local_search, "Candidate", lambda *given: tried.append(given) or replayed(*given))
+    replayed = local_search.CandidatePlan
+    monkeypatch.setattr(local_search, "CandidatePlan", lambda *given: tried.append(given) or replayed(*given))
     assert (
         search_locally(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) is start
         and not tried

@@ -21,7 +21,7 @@ from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.choices.space import build_space
 from autopar.solve.program.solution import CutoffError
 from autopar.solve.tables.capped_elimination import CappedElimination, eliminated_under
-from autopar.solve.tables.choice_tables import Kept, WideError
+from autopar.solve.tables.choice_tables import InputLayouts, WideError
 from autopar.solve.tables.memory_tables import Chosen, MemoryTables, RowPrices
 from autopar.solve.tables.priced_elimination import program_of
 from tests.proof.models import Script
@@ -56,7 +56,7 @@ def some_choices(tables: MemoryTables, random: Random) -> Chosen:
     kept = {
         number: random.randrange(len(joint.made.layouts))
         for number, joint in enumerate(tables.joints)
-        if isinstance(joint.made, Kept)
+        if isinstance(joint.made, InputLayouts)
     }
     return Chosen([random.randrange(len(each)) for each in tables.choices], kept)
 

@@ -26,7 +26,7 @@ from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.space import build_space
 from autopar.solve.tables import choice_tables, elimination
-from autopar.solve.tables.choice_tables import ChoiceTables, Table, WideError
+from autopar.solve.tables.choice_tables import ChoiceTables, CostTable, WideError
 from autopar.solve.tables.elimination import cheapest_program, least
 from tests.solve.assignment.test_symmetry import GPU, ONE_NODE
 from tests.solve.assignment.test_written_programs import UNDER
@@ -54,7 +54,7 @@ def test_the_least_sum_of_tables_is_found_with_the_alternatives_that_give_it(
     for _ in range(count):
         own = tuple(random.permutation(len(sizes))[: random.integers(1, len(sizes) + 1)].tolist())
         costs = random.integers(0, 9, [sizes[choice] for choice in own]).astype(np.float64)
-        tables.append(Table(own, np.where(costs == 8, math.inf, costs)))
+        tables.append(CostTable(own, np.where(costs == 8, math.inf, costs)))
 
     def cost(taken: tuple[int, ...]) -> float:
         return sum(float(each.costs[tuple(taken[choice] for choice in each.choices)]) for each in tables)
