@@ -28,7 +28,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     import autopar.runtime.collectives.placement_moves  # noqa: F401  (with the rules, what programs call)
     from autopar.cluster import ClusterSpec
     from autopar.comparing.measured import ContestJob, run_rows
-    from autopar.comparing.profile import Bar, Profile
+    from autopar.comparing.profile import Profile, ProgressDisplay
     from autopar.comparing.profile import profile as measure_profile
     from autopar.comparing.strategies import Comparer
     from autopar.compiler import Compiler
@@ -37,7 +37,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.core.timeline import Timeline
     from autopar.cost.machine.measuring import Progress
     from autopar.errors import InputError
-    from autopar.explaining.asked import Asked
+    from autopar.explaining.asked import AskedPlan
     from autopar.explaining.explain import explained
     from autopar.explaining.frontier import SECONDS, frontier
     from autopar.integrations import stock
@@ -71,7 +71,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.results.plan.plan import Plan
     from autopar.results.progress.notebook_bar import notebook_bar, notebook_bar_of_workers
     from autopar.results.progress.progress_bar import ProgressBar, ProgressLines
-    from autopar.results.report.page import Beside, Written, write_page
+    from autopar.results.report.page import PageSupplements, WrittenPage, write_page
     from autopar.rewrite.render import describe
     from autopar.runtime.collectives import random
     from autopar.runtime.compiled.compiler import check_compiler
@@ -120,7 +120,7 @@ def plan(
             return found
         said = {name: value for name, value in options.items() if value is not None}
         target = Target(model, args, dict(kwargs), loss_fn, "model")
-        around = frontier(Asked(target, cluster, said, shown), found, seconds=frontier_seconds)
+        around = frontier(AskedPlan(target, cluster, said, shown), found, seconds=frontier_seconds)
         return replace(found, frontier=around)
 
 
@@ -153,7 +153,7 @@ def explain(
     said = {name: value for name, value in options.items() if value is not None}
     circumstances = [what_if] if isinstance(what_if, str) else what_if
     with notebook_bar(progress) as shown:
-        return explained(Asked(made, cluster, said, shown), layer, circumstances, seconds=seconds)
+        return explained(AskedPlan(made, cluster, said, shown), layer, circumstances, seconds=seconds)
 
 
 @documented(PARALLELIZE)
@@ -330,7 +330,7 @@ def compare(
     cluster: ClusterSpec,
     *,
     run: bool = False,
-    bar: Bar | None = None,
+    bar: ProgressDisplay | None = None,
     **options: Unpack[CompareOptions],
 ) -> Comparison:
     """Every pure strategy, batch with filter, batch with domain, and the solver's own plan, side by side.
@@ -368,7 +368,7 @@ def profile(
     mesh: Mesh | str | None = None,
     dtype: str | None = None,
     costdb: str | None = None,
-    bar: Bar | None = None,
+    bar: ProgressDisplay | None = None,
 ) -> Profile:
     """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`.
 
@@ -394,7 +394,7 @@ def report(
     frontier_seconds: float | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
-) -> Written:
+) -> WrittenPage:
     """Write a plan as one page of HTML, which needs no network.
 
     `source` is a plan, or the file of one (PLAN.json); or what is planned first, for `cluster` and with
@@ -412,7 +412,7 @@ def report(
     if isinstance(source, Plan) or (isinstance(source, str | Path) and str(source).endswith(".json")):
         _refuse_beside_plan(cluster=cluster, frontier_seconds=frontier_seconds, **said)
         found = source if isinstance(source, Plan) else Plan.load(source)
-        return write_page(found, Path(output), Beside(_timeline_of(found), found.frontier, steps))
+        return write_page(found, Path(output), PageSupplements(_timeline_of(found), found.frontier, steps))
     if isinstance(source, nn.Module):
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         source = Target(source, args, dict(kwargs), loss_fn, "model")
@@ -423,10 +423,10 @@ def report(
     serial_model.check(made.model)
     seconds = SECONDS if frontier_seconds is None else frontier_seconds
     with notebook_bar(progress) as shown:
-        asked = Asked(made, cluster, said, shown)
+        asked = AskedPlan(made, cluster, said, shown)
         found = asked.plan(alternatives=True)
         around = frontier(asked, found, seconds=seconds) if seconds > 0 else None
-    return write_page(found, Path(output), Beside(_timeline_of(found), around, steps))
+    return write_page(found, Path(output), PageSupplements(_timeline_of(found), around, steps))
 
 
 def _refuse_beside_plan(**said: Any) -> None:

@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured_peak import peak_bytes
-from autopar.comparing.profile import Bar
+from autopar.comparing.profile import ProgressDisplay
 from autopar.comparing.strategies import SERIAL, Comparer
-from autopar.comparing.time_in_turns import Runner, largest, time_in_turn
+from autopar.comparing.time_in_turns import StepRunner, largest, time_in_turn
 from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import AutoparError, InputError
@@ -60,7 +60,7 @@ class ContestJob:
     request: Request
     optimizer: str
     costdb: str | None
-    bar: Bar | None
+    bar: ProgressDisplay | None
 
 
 def run_rows(job: ContestJob, target: Target) -> Comparison:
@@ -154,16 +154,16 @@ class Contest:
         """Seconds and bytes of each row, equal on all ranks; collective."""
         same = {row.name: next(each.name for each in rows if _alike(each, row)) for row in rows}
         trainers = {row.name: self.trainer(row) for row in rows if same[row.name] == row.name}
-        runners = {name: Runner(each.step, alone=name == SERIAL) for name, each in trainers.items()}
+        runners = {name: StepRunner(each.step, alone=name == SERIAL) for name, each in trainers.items()}
         seconds = time_in_turn(runners, device=self.device)
         nbytes = {name: self.peak(trainer, runners[name]) for name, trainer in trainers.items()}
         return {name: Measured(seconds[first], nbytes[first]) for name, first in same.items()}
 
-    def peak(self, trainer: Trainer, runner: Runner) -> int:
+    def peak(self, trainer: TrainedModel, runner: StepRunner) -> int:
         mine = peak_bytes(runner.step, trainer.tensors(), self.device) if runner.is_mine else 0
         return int(largest(mine, self.device))
 
-    def trainer(self, row: Row) -> Trainer:
+    def trainer(self, row: Row) -> TrainedModel:
         """A fresh model, serial or by the row's plan, with its optimizer."""
         assert row.plan is not None
         model = copy.deepcopy(self.target.model)
@@ -177,7 +177,7 @@ class Contest:
             step = partial(_parallel_step, parallel, args, kwargs, by_steps=_by_steps(row.plan))
         learned = [item for item in model.parameters() if item.requires_grad]
         optimizer = KNOWN[self.job.optimizer](learned) if learned else None
-        return Trainer(model, optimizer, step, pytree.tree_leaves((args, kwargs)))
+        return TrainedModel(model, optimizer, step, pytree.tree_leaves((args, kwargs)))
 
     def parallel(self, model: nn.Module, plan: Plan) -> ParallelModule:
         compiler = Compiler(
@@ -211,7 +211,7 @@ class Contest:
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class TrainedModel:
     """A model with its optimizer (None if it learns nothing) and its inputs; `learn` makes gradients."""
 
     model: nn.Module

@@ -40,7 +40,7 @@ SIZES = (1 << 10, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)  # 
 TIMEOUT = timedelta(minutes=10)
 
 
-class Bar(Protocol):
+class ProgressDisplay(Protocol):
     """Shows progress; can be sent to another process."""
 
     def __call__(self, done: int, total: int, what: str) -> None: ...
@@ -101,11 +101,16 @@ class ProfileJob:
     database: str
     source: str | None
     request: Request
-    bar: Bar
+    bar: ProgressDisplay
 
 
 def profile(
-    cluster: ClusterSpec, database: Database, *, target: Target | None = None, request: Request, bar: Bar
+    cluster: ClusterSpec,
+    database: Database,
+    *,
+    target: Target | None = None,
+    request: Request,
+    bar: ProgressDisplay,
 ) -> Profile:
     """Measure and store; raises InputError for a cluster of devices that this machine doesn't have."""
     cluster.check_local()

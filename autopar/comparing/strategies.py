@@ -56,7 +56,7 @@ TIMES = (1, 2, 4)  # micro-batches for each stage, about
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StrategyOutcome:
     """What a strategy comes to: a plan, with why it can't be used if it can't, or that alone."""
 
     found: FoundPlan | None
@@ -116,7 +116,7 @@ class Comparer:
 
     # -- one strategy -----------------------------------------------------------------------------
 
-    def candidate(self, name: str) -> Candidate:
+    def candidate(self, name: str) -> StrategyOutcome:
         """The best plan of the strategy called so."""
         match name:
             case "serial":
@@ -128,7 +128,7 @@ class Comparer:
             case _:
                 return self.planned(replace(self.request, force=FORCES[name], alternatives=False))
 
-    def serial(self) -> Candidate:
+    def serial(self) -> StrategyOutcome:
         """One device, with the threads that it has in the cluster."""
         with using_threads(setting_of(self.cluster).threads):
             alone = replace(self, cluster=self.cluster.stage(self.cluster.num_devices), co_runners=None)
@@ -162,22 +162,22 @@ class Comparer:
         except InputError:  # there is no loss, or no such dim: the rows of stages and micro-batches say so
             return 1
 
-    def planned(self, request: Request) -> Candidate:
+    def planned(self, request: Request) -> StrategyOutcome:
         """The best plan that fits; else the best that would without the cap, and the reason."""
         try:
-            return Candidate(self.search(request, self.cluster))
+            return StrategyOutcome(self.search(request, self.cluster))
         except InfeasibleError as error:
             failure = error
         except (InputError, SolverError) as error:
-            return Candidate(None, f"{error.where}: {error.found}", error)
+            return StrategyOutcome(None, f"{error.where}: {error.found}", error)
         if self.cap is None:
-            return Candidate(None, failure.found, failure)
+            return StrategyOutcome(None, failure.found, failure)
         try:
             found = self.search(replace(request, memory=None), replace(self.cluster, memory=None))
         except (InfeasibleError, SolverError) as error:
-            return Candidate(None, error.found, error)
+            return StrategyOutcome(None, error.found, error)
         least = f"needs {show_bytes(failure.least)}" if failure.least else "needs more memory"
-        return Candidate(found, f"{least}, the cap is {show_bytes(self.cap)}", failure)
+        return StrategyOutcome(found, f"{least}, the cap is {show_bytes(self.cap)}", failure)
 
     def search(self, request: Request, cluster: ClusterSpec) -> FoundPlan:
         return search(

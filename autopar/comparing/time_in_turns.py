@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class StepRunner:
     """`step` takes one training step; `alone` has it run on rank 0 only."""
 
     step: Callable[[], None]
@@ -36,7 +36,7 @@ class Runner:
 
 
 def time_in_turn(
-    runners: Mapping[str, Runner], *, device: torch.device, rounds: int = ROUNDS
+    runners: Mapping[str, StepRunner], *, device: torch.device, rounds: int = ROUNDS
 ) -> dict[str, float]:
     """The median seconds of a warm step of each; equal on all ranks. Collective."""
     for runner in runners.values():
@@ -61,7 +61,7 @@ def largest(value: float, device: torch.device) -> float:
     return float(box)
 
 
-def _lap(runner: Runner, device: torch.device) -> float:
+def _lap(runner: StepRunner, device: torch.device) -> float:
     dist.barrier()
     start = time.perf_counter()
     if runner.is_mine:

@@ -25,7 +25,7 @@ SHOWN = 160  # characters of why there is no plan
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedPlan:
     """A plan that is asked for; `options` are those that were said, by name."""
 
     target: Target
@@ -49,7 +49,7 @@ class Asked:
         planner = self.planner(replace(request, alternatives=alternatives))
         return planner.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
 
-    def saying(self, **options: Any) -> Asked:
+    def saying(self, **options: Any) -> AskedPlan:
         """Copy the question with options said otherwise; None says nothing."""
         return replace(self, options={**self.options, **options})
 
@@ -66,7 +66,7 @@ class Asked:
         share = max(1.0, SHARE * (self.until - time.monotonic()))
         return share if said is None else min(said, share)
 
-    def hurried(self) -> Asked:
+    def hurried(self) -> AskedPlan:
         """Copy the question with a limit for one more plan."""
         return self.saying(time_limit=self.seconds())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
+from autopar.explaining.asked import OVER, REFUSED, AskedPlan, reason_of
 from autopar.explaining.layers import Alternatives
 from autopar.planning.asked.options import NARROWING, OPTIONS
 from autopar.results.explanation.explanation import Change, Outcome, binds
@@ -44,7 +44,7 @@ def _solved(alternatives: Alternatives, what: str, cap: int | None) -> Change:
         return Change(what, None, reason_of(error))
 
 
-def options(asked: Asked) -> Iterator[Change]:
+def options(asked: AskedPlan) -> Iterator[Change]:
     """The plan without each option that was said and that narrows what may be chosen."""
     for name in NARROWING:
         said = asked.options.get(name)

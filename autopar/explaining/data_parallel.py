@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
+from autopar.explaining.asked import OVER, REFUSED, AskedPlan, reason_of
 from autopar.explaining.constraints import flag
 from autopar.planning.asked.options import NARROWING
 from autopar.results.difference.difference import difference
@@ -18,7 +18,7 @@ PLAIN = {"force": BATCH, "stages": 1, "micro_batches": 1, "mesh": None, "schedul
 SMALL = 0.1  # of the difference: parts that explain less are left out
 
 
-def why_not(asked: Asked, plan: Plan) -> str:
+def why_not(asked: AskedPlan, plan: Plan) -> str:
     """The sentence about plain data parallelism beside a plan."""
     if len(plan.parameter_bytes) == 1:
         return "There is one device: nothing to share the samples with."
@@ -38,7 +38,7 @@ def why_not(asked: Asked, plan: Plan) -> str:
     return compared(plan, other, said=said_of(asked, plan))
 
 
-def said_of(asked: Asked, plan: Plan) -> str:
+def said_of(asked: AskedPlan, plan: Plan) -> str:
     """What was asked for and keeps from plain data parallelism, as flags; "" if nothing."""
     names = [name for name in NARROWING if name in PLAIN and asked.options.get(name) is not None]
     cut = plan.pipeline.is_staged or plan.pipeline.micro_batches > 1

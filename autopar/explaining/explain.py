@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.explaining import constraints
-from autopar.explaining.asked import LEAST, SHARE, Asked
+from autopar.explaining.asked import LEAST, SHARE, AskedPlan
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
@@ -33,7 +33,7 @@ ROUNDS = 3  # of measuring what was solved and solving it again, at most
 
 
 def explained(
-    asked: Asked,
+    asked: AskedPlan,
     layer: str | None = None,
     circumstances: Sequence[str] = (),
     *,
@@ -82,7 +82,7 @@ def explained(
     )
 
 
-def waiting(asked: Asked, begun: float, seconds: float | None) -> Asked:
+def waiting(asked: AskedPlan, begun: float, seconds: float | None) -> AskedPlan:
     """What is asked, with the moment when no further plan is sought: after so many seconds, or those that the
     first plan suggests."""
     now = time.monotonic()
@@ -90,7 +90,7 @@ def waiting(asked: Asked, begun: float, seconds: float | None) -> Asked:
 
 
 def solved_again(
-    asked: Asked, plan: Plan, layer: str | None
+    asked: AskedPlan, plan: Plan, layer: str | None
 ) -> tuple[Alternatives, Plan, list[LayerChoices]]:
     """A plan's own program with its layers split otherwise. Where operators are measured meanwhile the plan
     is solved again as well, with what is known then."""
@@ -120,7 +120,7 @@ def solved_again(
     return alternatives, base, layers
 
 
-def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
+def problem_of(asked: AskedPlan, plan: Plan) -> MeshProblem:
     """The problem that the plan is an answer to, with what is known of operators' seconds by now."""
     request = replace(asked.request()[0].settled(plan), alternatives=False)
     target, whole = asked.target, asked.cluster

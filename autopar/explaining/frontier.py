@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.explaining.asked import Asked
+from autopar.explaining.asked import AskedPlan
 from autopar.explaining.explain import problem_of
 from autopar.explaining.layers import Alternatives
 from autopar.results.plan.frontier import Frontier, Point, undominated
@@ -25,7 +25,7 @@ SECONDS = 30.0  # for all caps
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs
 
 
-def frontier(asked: Asked, plan: Plan, *, seconds: float = SECONDS) -> Frontier:
+def frontier(asked: AskedPlan, plan: Plan, *, seconds: float = SECONDS) -> Frontier:
     """The frontier around a plan of what was asked; it is solved for about so many seconds."""
     problem = problem_of(asked, plan)
     return _FrontierSearch(

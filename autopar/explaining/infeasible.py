@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.errors import InfeasibleError
-from autopar.explaining.asked import REFUSED, Asked
+from autopar.explaining.asked import REFUSED, AskedPlan
 from autopar.explaining.constraints import options
 from autopar.explaining.what_if import batch_of, what_if
 from autopar.results.explanation.explanation import Change
@@ -19,7 +19,7 @@ MOST_MICRO_BATCHES = 64
 LEAST_BATCH = 8  # parts of the batch down to which it is halved
 
 
-def remedies(asked: Asked, error: InfeasibleError) -> Iterator[Change]:
+def remedies(asked: AskedPlan, error: InfeasibleError) -> Iterator[Change]:
     """Changes with which there is a plan, those that change least first."""
     found = [*options(asked), *_one(_micro_batches(asked)), *_one(_batches(asked))]
     if error.least is not None:
@@ -34,14 +34,14 @@ def _one(changes: Iterator[Change]) -> list[Change]:
     return [first] if first else []
 
 
-def _micro_batches(asked: Asked) -> Iterator[Change]:
+def _micro_batches(asked: AskedPlan) -> Iterator[Change]:
     count = 2
     while count <= MOST_MICRO_BATCHES:
         yield asked.saying(micro_batches=count).change(f"--micro-batches {count}")
         count *= 2
 
 
-def _batches(asked: Asked) -> Iterator[Change]:
+def _batches(asked: AskedPlan) -> Iterator[Change]:
     try:
         size = batch_of(asked)
     except REFUSED:

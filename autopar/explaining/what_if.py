@@ -9,7 +9,7 @@ import torch
 from autopar.cluster import ClusterSpec
 from autopar.core.cutting import Rows
 from autopar.errors import InputError, show_value
-from autopar.explaining.asked import REFUSED, Asked, reason_of
+from autopar.explaining.asked import REFUSED, AskedPlan, reason_of
 from autopar.results.explanation.explanation import Change
 from autopar.units import parse_bytes
 
@@ -17,7 +17,7 @@ WORDS = ("memory", "devices", "batch")
 WHERE = "--what-if"
 
 
-def what_if(asked: Asked, text: str) -> Change:
+def what_if(asked: AskedPlan, text: str) -> Change:
     """The plan under other circumstances. Raises InputError for words that say none."""
     said = read(text)
     try:
@@ -48,7 +48,7 @@ def _is_value(name: str, value: str) -> bool:
     return value.isascii() and value.isdecimal() and len(value) < 10 and int(value) > 0
 
 
-def changed(asked: Asked, said: dict[str, str]) -> Asked:
+def changed(asked: AskedPlan, said: dict[str, str]) -> AskedPlan:
     """What is asked for under circumstances that `read` found; raises InputError where they can't be."""
     if "devices" in said:
         asked = replace(asked, cluster=resized(asked.cluster, int(said["devices"])))
@@ -74,13 +74,13 @@ def resized(cluster: ClusterSpec, count: int) -> ClusterSpec:
     return cluster.shaped(nodes, per_node)
 
 
-def batch_of(asked: Asked) -> int:
+def batch_of(asked: AskedPlan) -> int:
     """Samples in the example; raises InputError where it can't be told which dims hold them."""
     planner, target = asked.planner(asked.request()[0]), asked.target
     return planner.parts(target.model, target.args, target.kwargs).cutting().size
 
 
-def with_batch(asked: Asked, size: int) -> Asked:
+def with_batch(asked: AskedPlan, size: int) -> AskedPlan:
     """Copy the question for `size` samples, repeated or left out: their values decide nothing.
 
     Raises InputError where it can't be told which dims hold the samples.

@@ -25,11 +25,11 @@ from autopar.core.graph import Call
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.planning.estimates import Choice
+from autopar.planning.estimates import PipelineEstimate
 from autopar.results.plan.plan import Alternative
 
 if TYPE_CHECKING:
-    from autopar.planning.search import Decision
+    from autopar.planning.search import MeshDecision
 
 MEASURED = MEASURED_ERROR
 SURE = 2.0  # standard errors of what is told apart: 19 times in 20 it is rightly
@@ -114,7 +114,7 @@ class Apart:
         error = error_of(self.measured)
         return (1 + error) / (1 - error) - 1 if self.is_roomy else error
 
-    def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
+    def limit(self, choice: PipelineEstimate | MeshDecision, other: PipelineEstimate | MeshDecision) -> float:
         """Seconds below which `choice` is to be preferred to `other`."""
         stages, others = complexity(choice)[0], complexity(other)[0]
         if others == 1 < stages:
@@ -124,7 +124,7 @@ class Apart:
         unstaged = stages == 1 < others
         return seconds_of(other) * (1 + (self.of_stages if unstaged else MEASURED))
 
-    def promised(self, choice: Choice, choices: Sequence[Choice], cap: float) -> float:
+    def promised(self, choice: PipelineEstimate, choices: Sequence[PipelineEstimate], cap: float) -> float:
         """Seconds from which on stages beat a `choice` without if they take what they are estimated to; where
         operators are measured estimates say too little."""
         if self.measured:
@@ -132,19 +132,21 @@ class Apart:
         staged = [each for each in choices if each.ranks > 1 == choice.ranks and each.nbytes <= cap]
         return min((self.limit(choice, each) for each in staged), default=math.inf)
 
-    def simplest(self, decisions: Sequence[Decision]) -> Decision:
+    def simplest(self, decisions: Sequence[MeshDecision]) -> MeshDecision:
         """The simplest of those that can't be told from the fastest."""
         fastest = min(decisions, key=seconds_of)
         alike = [each for each in decisions if each.step.seconds <= self.limit(each, fastest)]
         return min(alike, key=lambda each: (complexity(each), each.step.seconds))
 
-    def passed(self, decision: Decision, best: Decision) -> Alternative:
+    def passed(self, decision: MeshDecision, best: MeshDecision) -> Alternative:
         """What a more complicated plan would promise beside the simpler one that is taken."""
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
         step = decision.step
         return promise(_name(decision, kind), step.seconds, step.peak_bytes, best.step.seconds)
 
-    def left_out(self, choices: Sequence[Choice], best: Decision, cap: float) -> list[Alternative]:
+    def left_out(
+        self, choices: Sequence[PipelineEstimate], best: MeshDecision, cap: float
+    ) -> list[Alternative]:
         """What the best of more stages that weren't planned would promise at most, by its estimate."""
         stages, seconds = best.request.pipeline_ranks, best.step.seconds
         more = [each for each in choices if each.ranks > 1 == stages and each.nbytes <= cap]
@@ -154,7 +156,7 @@ class Apart:
         return [promise(_name(least), least.seconds, round(least.nbytes), seconds, by=" by its estimate")]
 
 
-def _name(choice: Choice | Decision, kind: str = "") -> str:
+def _name(choice: PipelineEstimate | MeshDecision, kind: str = "") -> str:
     ranks, recomputes, count = complexity(choice)
     name = f"{ranks} stages, " if ranks > 1 else ""
     return f"{name}{count} micro-batches{kind}{', recomputing' if recomputes else ''}"
@@ -166,13 +168,13 @@ def promise(name: str, seconds: float, nbytes: int, taken: float, *, by: str = "
     return Alternative(name, seconds, nbytes, feasible=True, reason=reason)
 
 
-def seconds_of(choice: Choice | Decision) -> float:
+def seconds_of(choice: PipelineEstimate | MeshDecision) -> float:
     """Predicted seconds of a step."""
-    return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
+    return choice.seconds if isinstance(choice, PipelineEstimate) else choice.step.seconds
 
 
-def complexity(choice: Choice | Decision) -> tuple[int, bool, int]:
+def complexity(choice: PipelineEstimate | MeshDecision) -> tuple[int, bool, int]:
     """Stages, whether something is computed again, and micro-batches."""
-    if isinstance(choice, Choice):
+    if isinstance(choice, PipelineEstimate):
         return choice.ranks, choice.recomputes, choice.micro_batches
     return choice.request.pipeline_ranks, choice.step.recomputes, choice.request.micro_batches

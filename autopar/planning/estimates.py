@@ -31,7 +31,7 @@ OTHERWISE = 1.05  # times as slow at most: what samples don't divide among devic
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PipelineEstimate:
     """K and M on a mesh, with estimated seconds and bytes, and whether these ask for recomputing."""
 
     ranks: int
@@ -42,7 +42,7 @@ class Choice:
     recomputes: bool = False
 
 
-class Point(NamedTuple):
+class StepEstimate(NamedTuple):
     """What a step takes, and whether something is computed again in it."""
 
     seconds: float
@@ -51,7 +51,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Screened:
+class MeshEstimate:
     """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `work` are
     the seconds of operators alone, of each the part that all devices would have if they shared it, `slowest`
     those of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
@@ -82,17 +82,17 @@ class Screened:
     lean_bytes: int
     hidden_bytes: int = 0
 
-    def points(self, kind: ScheduleKind | None, micro_batches: int) -> Iterator[Point]:
+    def points(self, kind: ScheduleKind | None, micro_batches: int) -> Iterator[StepEstimate]:
         """The step as it is, with what hides in the host's memory, and with all recomputed that can be."""
         seconds = self.seconds(kind, micro_batches)
         hidden = self.hidden_bytes * self.count / micro_batches if kind is None else 0.0
         nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)
-        yield Point(seconds, nbytes)
-        yield Point(seconds, nbytes - hidden)
+        yield StepEstimate(seconds, nbytes)
+        yield StepEstimate(seconds, nbytes - hidden)
         lean = self.nbytes(kind, micro_batches, self.lean_bytes)
         extra = micro_batches * self.scaled(self.recompute_seconds, micro_batches) / self.ranks
         if lean < nbytes:
-            yield Point(seconds + extra, lean, recomputes=True)
+            yield StepEstimate(seconds + extra, lean, recomputes=True)
 
     def seconds(self, kind: ScheduleKind | None, micro_batches: int) -> float:
         """Estimated seconds of a step if memory had no end."""
@@ -131,18 +131,18 @@ class Screened:
 
 
 def choice_of(
-    alike: Sequence[Screened], micro_batches: int, kinds: Sequence[ScheduleKind], cap: float
-) -> Choice:
+    alike: Sequence[MeshEstimate], micro_batches: int, kinds: Sequence[ScheduleKind], cap: float
+) -> PipelineEstimate:
     """The choice of the best schedule, without `kinds` of none, among assignments on one mesh."""
     found = [
         _mixed([point for each in alike for point in each.points(kind, micro_batches)], cap)
         for kind in kinds or (None,)
     ]
     best = min(found, key=lambda each: (each.nbytes > cap, each.seconds))
-    return Choice(alike[0].ranks, alike[0].mesh, micro_batches, *best)
+    return PipelineEstimate(alike[0].ranks, alike[0].mesh, micro_batches, *best)
 
 
-def _mixed(points: Sequence[Point], cap: float) -> Point:
+def _mixed(points: Sequence[StepEstimate], cap: float) -> StepEstimate:
     """The fastest that fits, of these or of any two in proportion; the smallest if none does."""
     fitting = [each for each in points if each.nbytes <= cap]
     if not fitting:
@@ -152,7 +152,7 @@ def _mixed(points: Sequence[Point], cap: float) -> Point:
         for other in fitting if one.nbytes > cap else ():
             share = (one.nbytes - cap) / (one.nbytes - other.nbytes)
             seconds = (1 - share) * one.seconds + share * other.seconds
-            found.append(Point(seconds, cap, one.recomputes or other.recomputes))
+            found.append(StepEstimate(seconds, cap, one.recomputes or other.recomputes))
     return min(found, key=lambda each: (each.seconds, -each.nbytes))  # no more is spared than need be
 
 

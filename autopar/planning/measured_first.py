@@ -23,7 +23,7 @@ SHARED = 0.5  # of the value of what all plans do alike
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCalls:
     """A plan's calls, how often each is made, in a step of so many seconds."""
 
     calls: Mapping[str, Call]
@@ -31,7 +31,7 @@ class Candidate:
     seconds: float
 
     @staticmethod
-    def of(priced: PricedProgram) -> Candidate:
+    def of(priced: PricedProgram) -> PlanCalls:
         calls: dict[str, Call] = {}
         times: Counter[str] = Counter()
         for price in priced.operator_prices:
@@ -39,10 +39,10 @@ class Candidate:
                 key = call.key()
                 calls[key] = call
                 times[key] += 1
-        return Candidate(calls, times, priced.seconds)
+        return PlanCalls(calls, times, priced.seconds)
 
 
-def most_valuable(candidates: Sequence[Candidate], model: CostModel) -> list[Call]:
+def most_valuable(candidates: Sequence[PlanCalls], model: CostModel) -> list[Call]:
     """The calls of the best plans that aren't measured, the most valuable for their time first."""
     calls = {key: call for each in candidates for key, call in each.calls.items()}
     density = {}

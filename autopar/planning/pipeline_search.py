@@ -24,9 +24,9 @@ from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.apart import Apart, complexity
 from autopar.planning.asked.request import Request
-from autopar.planning.estimates import Choice
+from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.screening import GraphOf, Screen
-from autopar.planning.search import Decision, decide
+from autopar.planning.search import MeshDecision, decide
 from autopar.solve.deadline import after, is_over, left
 from autopar.solve.program.solution import CutoffError
 from costdb.database import Database
@@ -56,7 +56,7 @@ def decide_all(
     outputs: int = 0,
     least: int = 1,
     at_once: Graph | None = None,
-) -> Decision:
+) -> MeshDecision:
     """Find the best step for a global batch of `batch` samples over numbers of pipeline ranks.
 
     `ranks`, `micro_batches` and `request.schedule` are chosen where they are None. The request's own numbers
@@ -77,11 +77,11 @@ def decide_all(
     choices = screen.choices(ranks)
     apart = screen.apart
     room = MEASURED if apart.measured else 1.0
-    found: list[Decision] = []
+    found: list[MeshDecision] = []
     failures: list[AutoparError] = []
-    looked_at: list[Choice] = []
-    left_out: list[Choice] = []
-    waiting: dict[Choice, float] = {}  # with seconds that they take at least
+    looked_at: list[PipelineEstimate] = []
+    left_out: list[PipelineEstimate] = []
+    waiting: dict[PipelineEstimate, float] = {}  # with seconds that they take at least
     while choice := _next(choices, [*looked_at, *waiting], apart, screen.cap) or next(iter(waiting), None):
         looked_at.append(choice)
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
@@ -155,13 +155,15 @@ def _once(graph_of: GraphOf) -> GraphOf:
     return graph
 
 
-def _next(choices: Sequence[Choice], known: Sequence[Choice], apart: Apart, cap: float) -> Choice | None:
+def _next(
+    choices: Sequence[PipelineEstimate], known: Sequence[PipelineEstimate], apart: Apart, cap: float
+) -> PipelineEstimate | None:
     """The next choice to look at beside those that are `known`, if any is left."""
     few = _few(choices, apart, cap) if choices else []
     return next((each for each in few if each not in known), None)
 
 
-def _simplest(few: Sequence[Choice], cap: float) -> Choice | None:
+def _simplest(few: Sequence[PipelineEstimate], cap: float) -> PipelineEstimate | None:
     return min((each for each in few if each.nbytes <= cap), key=complexity, default=None)
 
 
@@ -190,10 +192,10 @@ def _would_do(error: AutoparError) -> tuple[bool, float]:
     return not infeasible, error.would_do if isinstance(error, InfeasibleError) else math.inf
 
 
-def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
+def _few(choices: Sequence[PipelineEstimate], apart: Apart, cap: float) -> list[PipelineEstimate]:
     """Chooses what to look at: the first ones, the first without stages, and the simplest of those that can't
     be told from the first. Not too many of the first have one K."""
-    taken: list[Choice] = []
+    taken: list[PipelineEstimate] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
         if len(taken) < PLANNED and len(alike) < PER_RANKS or choice.ranks == 1 and not alike:

@@ -31,7 +31,7 @@ from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import decide_all
-from autopar.planning.search import Decision, beside, decide, finish, search
+from autopar.planning.search import MeshDecision, beside, decide, finish, search
 from autopar.planning.training_notes import weight_notes
 from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
@@ -138,13 +138,13 @@ class Planner:
         only_a_loss = whole.outputs == (whole.loss,)
         at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
 
-        def decide_from(least: int, at_once: Graph | None = None) -> Decision:
+        def decide_from(least: int, at_once: Graph | None = None) -> MeshDecision:
             decision = decide_once(least, at_once)
             if part_graphs.stands(decision.request.micro_batches):
                 return decision
             return decide_once(least, at_once)
 
-        def decide_once(least: int, at_once: Graph | None) -> Decision:
+        def decide_once(least: int, at_once: Graph | None) -> MeshDecision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
@@ -187,12 +187,12 @@ class Planner:
     def find_again(
         self,
         whole: Graph,
-        decision: Decision,
+        decision: MeshDecision,
         request: Request,
         co_runners: CoRunners | None,
         budget: Budget,
         *,
-        otherwise: Callable[[], Decision] | None,
+        otherwise: Callable[[], MeshDecision] | None,
     ) -> Plan:
         """The plan of the whole graph on the mesh of a decision on its loss alone; that decision's if there
         is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have,

@@ -38,7 +38,7 @@ from autopar.planning.apart import IN_VAIN, Apart, margin
 from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
-from autopar.planning.estimates import Choice, Screened, bottleneck, choice_of
+from autopar.planning.estimates import MeshEstimate, PipelineEstimate, bottleneck, choice_of
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
@@ -70,7 +70,7 @@ def _nearest(counts: Sequence[int], wanted: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledMicroBatch:
     """The graph of one of `count` micro-batches."""
 
     count: int
@@ -78,10 +78,10 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ScreenedMesh:
     """The fastest assignment on a mesh, and what it and leaner ones were screened to be."""
 
-    screened: tuple[Screened, ...]
+    screened: tuple[MeshEstimate, ...]
     problem: MeshProblem
     solution: Solution
 
@@ -106,7 +106,7 @@ class Screen:
     database: Database | None
     deadline: float | None = None  # after which no more is looked at than what is there
     outputs: int = 0  # bytes beside the loss of a batch that is computed at once
-    samples: dict[int, Sample] = field(default_factory=dict)
+    samples: dict[int, SampledMicroBatch] = field(default_factory=dict)
     fewest: int = 1  # micro-batches of which one fits, without stages, beside its state
     notes: tuple[str, ...] = ()
     left_out: dict[int, tuple[str, ...]] = field(default_factory=dict)  # meshes, by the number of stages
@@ -120,7 +120,7 @@ class Screen:
         self.cap = math.inf if cap is None else cap
         self.apart = Apart(measured=self.request.measure and self.model.here)
 
-    def choices(self, ranks: int | None) -> list[Choice]:
+    def choices(self, ranks: int | None) -> list[PipelineEstimate]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
         self.apart = replace(self.apart, is_roomy=ranks is None and self.is_roomy())
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
@@ -131,19 +131,19 @@ class Screen:
                 wanted="numbers that some schedule can run",
                 remedy="choose at least as many micro-batches as stages",
             )
-        best: dict[tuple[int, int], Choice] = {}
+        best: dict[tuple[int, int], PipelineEstimate] = {}
         for choice in sorted(found, key=self.rank):
             best.setdefault((choice.ranks, choice.micro_batches), choice)
         return list(best.values())
 
-    def sample(self, ranks: int) -> Sample:
+    def sample(self, ranks: int) -> SampledMicroBatch:
         """What is screened: without stages the largest micro-batch, with stages one of about SAMPLE, which
         as many devices as `ranks` pipeline ranks leave to each can share."""
         if ranks == 1:
             return self.traced(self.counts[0])
         return self.about_sample(self.cluster.stage(ranks).num_devices)
 
-    def about_sample(self, samples: int = 1) -> Sample:
+    def about_sample(self, samples: int = 1) -> SampledMicroBatch:
         """One of about SAMPLE micro-batches of `samples` or more, if there are such.
 
         Counts for which the model can't be traced, and larger ones, are left out: a batch norm wants more
@@ -160,18 +160,18 @@ class Screen:
                     raise
                 self.counts = fewer
 
-    def traced(self, count: int) -> Sample:
+    def traced(self, count: int) -> SampledMicroBatch:
         if count not in self.samples:
             graph = self.graph_of(count)
-            self.samples[count] = Sample(count, graph)
+            self.samples[count] = SampledMicroBatch(count, graph)
         return self.samples[count]
 
-    def rank(self, choice: Choice) -> tuple[float, float]:
+    def rank(self, choice: PipelineEstimate) -> tuple[float, float]:
         """Its place in the order; stages are hardly ever as fast as their estimate, a step without is."""
         over = choice.nbytes if choice.nbytes > self.cap else 0.0
         return over, choice.seconds * (1.0 if choice.ranks == 1 else 1.0 + ROUGH)
 
-    def climb(self, ranks: int | None) -> Iterator[list[Screened]]:
+    def climb(self, ranks: int | None) -> Iterator[list[MeshEstimate]]:
         """The screened meshes of `ranks` pipeline ranks, or of as many as pay."""
         if ranks and ranks > 1:
             yield self.screen(ranks)
@@ -218,7 +218,7 @@ class Screen:
         )
         return state <= SCARCE * self.cap
 
-    def unstaged(self) -> list[Screened]:
+    def unstaged(self) -> list[MeshEstimate]:
         """What is screened without stages: the whole batch, or if it doesn't fit as it is parts of it."""
         if len(self.counts) == 1:
             return self.screen(1)
@@ -228,12 +228,12 @@ class Screen:
         self.about_sample()  # which of the other counts can be had
         return self.screened_in_parts(alone) or self.screen(1)
 
-    def fits_at_once(self, alone: Sequence[Screened]) -> bool:
+    def fits_at_once(self, alone: Sequence[MeshEstimate]) -> bool:
         """Whether a step without stages meets the cap with the fewest micro-batches as it is."""
         count = self.counts[0]
         return any(each.nbytes(None, count, each.saved_bytes) <= self.cap for each in alone)
 
-    def screened_in_parts(self, alone: Sequence[Screened]) -> list[Screened]:
+    def screened_in_parts(self, alone: Sequence[MeshEstimate]) -> list[MeshEstimate]:
         """What is screened of the fewest micro-batches of which one fits as it is, and of half as many.
 
         Of these something is computed again. Small ones compute slower, and each gathers what lies in shards,
@@ -254,7 +254,7 @@ class Screen:
             return found
         return []
 
-    def is_even(self, alone: Sequence[Screened]) -> bool:
+    def is_even(self, alone: Sequence[MeshEstimate]) -> bool:
         """Whether the best step without stages, by estimates, is hardly longer than what each device
         computes of it: what stages could spare can't be told from nothing."""
         if self.apart.measured:
@@ -287,7 +287,9 @@ class Screen:
         few.sort(key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))
         return [*flat, *few[: MESHES if stage.nodes > 1 else MESHES - 1]]
 
-    def screen(self, ranks: int, sample: Sample | None = None, *, is_probe: bool = False) -> list[Screened]:
+    def screen(
+        self, ranks: int, sample: SampledMicroBatch | None = None, *, is_probe: bool = False
+    ) -> list[MeshEstimate]:
         """The assignments that are looked at with so many pipeline ranks, of a `sample` of the batch; a probe
         ends with the first if that doesn't fit."""
         sample = sample or self.sample(ranks)
@@ -300,7 +302,7 @@ class Screen:
             gap=max(self.request.gap, ROUGH),
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
-        found: list[Placed] = []
+        found: list[ScreenedMesh] = []
         meshes = self.meshes(ranks)
         for mesh in meshes:
             if found and (is_over(self.deadline) or self.is_flat_enough(found[0].screened)):
@@ -317,8 +319,8 @@ class Screen:
         return [each for one in self.simpler(found) for each in one.screened]
 
     def looked_at(
-        self, problem: MeshProblem, ranks: int, sample: Sample, *, leaner: bool, waits: bool
-    ) -> Placed:
+        self, problem: MeshProblem, ranks: int, sample: SampledMicroBatch, *, leaner: bool, waits: bool
+    ) -> ScreenedMesh:
         """The fastest assignment on a mesh, and where its state takes much of the memory leaner ones."""
         fastest = self.placed(problem, FREE, waits=waits)
         if ranks == 1:
@@ -331,9 +333,9 @@ class Screen:
                     memory_price = MemoryPrice(state=share * price, saved=share * price)
                     solutions.append(self.placed(problem, memory_price, waits=False))
         screened = [self.screened(problem, each, ranks, sample) for each in solutions]
-        return Placed(tuple(screened), problem, fastest)
+        return ScreenedMesh(tuple(screened), problem, fastest)
 
-    def is_flat_enough(self, alike: Sequence[Screened]) -> bool:
+    def is_flat_enough(self, alike: Sequence[MeshEstimate]) -> bool:
         """Whether devices on one axis hardly do more than compute what they share, as memory allows.
 
         No mesh of more axes can be told from that one then."""
@@ -352,11 +354,11 @@ class Screen:
         kinds = self.kinds(best.ranks, count)
         return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + SAME)
 
-    def place(self, placed: Placed) -> tuple[float, float]:
+    def place(self, placed: ScreenedMesh) -> tuple[float, float]:
         """Where the best choice on a mesh is in the order."""
         return self.best(placed.screened) or (math.inf, math.inf)
 
-    def simpler(self, found: list[Placed]) -> list[Placed]:
+    def simpler(self, found: list[ScreenedMesh]) -> list[ScreenedMesh]:
         """Without the meshes of more axes that can't be told from one of fewer."""
         fastest = min(found, key=self.place)
         for each in sorted(found, key=lambda each: (each.axes, self.place(each))):
@@ -374,7 +376,7 @@ class Screen:
                 return [one for one in found if one.axes <= each.axes]
         return found
 
-    def best(self, screened: Sequence[Screened]) -> tuple[float, float] | None:
+    def best(self, screened: Sequence[MeshEstimate]) -> tuple[float, float] | None:
         """The place in the order of the best choice among them, if there is any."""
         return min(map(self.rank, self.rated(screened)), default=None)
 
@@ -397,7 +399,9 @@ class Screen:
                 return replace(found, priced=priced, seconds=priced.seconds)
         return solution
 
-    def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: Sample) -> Screened:
+    def screened(
+        self, problem: MeshProblem, solution: Solution, ranks: int, sample: SampledMicroBatch
+    ) -> MeshEstimate:
         """What an assignment costs, and what it costs and keeps if all is recomputed where memory asks."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
@@ -411,7 +415,7 @@ class Screen:
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
         evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks
-        return Screened(
+        return MeshEstimate(
             ranks=ranks,
             mesh=problem.mesh,
             count=sample.count,
@@ -439,11 +443,11 @@ class Screen:
         quarter = len(crossing) // 4
         return min(crossing[quarter : 3 * quarter + 1])
 
-    def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
+    def rated(self, screened: Sequence[MeshEstimate]) -> Iterator[PipelineEstimate]:
         """The choices on each mesh that is among them, each by the sample that comes nearest.
 
         None on a mesh that was left out when that sample was looked at."""
-        meshes: dict[tuple[int, Mesh], dict[int, list[Screened]]] = {}
+        meshes: dict[tuple[int, Mesh], dict[int, list[MeshEstimate]]] = {}
         for each in screened:
             samples = meshes.setdefault((each.ranks, each.mesh), {})
             samples.setdefault(each.count, []).append(each)

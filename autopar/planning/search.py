@@ -27,7 +27,7 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
-from autopar.planning.measured_first import Candidate, most_valuable
+from autopar.planning.measured_first import PlanCalls, most_valuable
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
@@ -58,7 +58,7 @@ class FoundPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class MeshDecision:
     """The best step of the best mesh, before it is set beside others."""
 
     problem: MeshProblem
@@ -114,7 +114,7 @@ def decide(
     budget: Budget | None = None,
     cutoff: float = math.inf,
     deadline: float | None = None,
-) -> Decision:
+) -> MeshDecision:
     """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none, or
     if it is proved early that none takes less than `cutoff` seconds, InputError for stages or micro-batches
     that can't be run. It is the best that is found by `deadline`, that of the request if there is none.
@@ -153,10 +153,10 @@ def decide(
         if model is known:
             break
         best = solved()
-    return Decision(best.problem, best.step, whole, request, deadline, best.others)
+    return MeshDecision(best.problem, best.step, whole, request, deadline, best.others)
 
 
-def finish(decision: Decision) -> FoundPlan:
+def finish(decision: MeshDecision) -> FoundPlan:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
@@ -178,7 +178,7 @@ def finish(decision: Decision) -> FoundPlan:
     return FoundPlan(plan, problem.dims, problem.prices, step.solution, step)
 
 
-def beside(plan: Plan, decision: Decision) -> Plan:
+def beside(plan: Plan, decision: MeshDecision) -> Plan:
     """The plan with what is known of others beside it."""
     return dataclasses.replace(
         plan,
@@ -211,7 +211,7 @@ def measure_operators(
         for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
                 solution = problem.solve(problem.ask(force, bounded=False), Limits(deadline))
-                candidates.append(Candidate.of(solution.priced))
+                candidates.append(PlanCalls.of(solution.priced))
     model = model.measure(most_valuable(candidates, model), database, progress, co_runners)
     return len({key for each in candidates for key in each.calls} & model.measured.keys())
 
@@ -319,12 +319,12 @@ def _wanted(best: _Best, deadline: float | None, *, runners_up: bool) -> list[Ca
     """The calls to be measured for the best step, those that decide first. With `runners_up`, or if it has
     none left, also those of the pure strategies that come closest, unless a strategy is forced."""
     problem = best.problem
-    own = Candidate.of(best.step.solution.priced)
+    own = PlanCalls.of(best.step.solution.priced)
     if problem.request.force or not (runners_up or not problem.model.missing(own.calls.values())):
         return most_valuable([own], problem.model)
     steps = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
     nearest = sorted(steps, key=lambda each: each.seconds)[:RUNNERS_UP]
-    others = [Candidate.of(each.solution.priced) for each in nearest]
+    others = [PlanCalls.of(each.solution.priced) for each in nearest]
     return most_valuable([own, *others], problem.model)
 
 

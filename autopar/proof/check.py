@@ -75,7 +75,7 @@ FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class MicroBatchEffect:
     """What cutting the batch into `count` micro-batches changes in serial training, and why; `allowed` where
     it was asked for and is what samples are normalised by."""
 
@@ -108,7 +108,7 @@ class Report:
     plan: Plan
     verdict: Verdict
     force: Force | None
-    cutting: Effect | None = None
+    cutting: MicroBatchEffect | None = None
     changes_tried: Changes | None = None
     low: LowPrecision | None = None
 
@@ -318,7 +318,7 @@ def _check_pipeline(
     cutting = traced.cutting
     assert cutting is not None
     allowed = asked and cutting.by_statistics
-    told = Effect(effect, count, cutting.change, allowed)
+    told = MicroBatchEffect(effect, count, cutting.change, allowed)
     return Report(plan, verdict, request.force, told, low=low)
 
 

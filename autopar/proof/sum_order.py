@@ -24,7 +24,7 @@ _ADDED = "+"
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class SumKernel:
     """A kernel's equation, the letters that are permuted, and the one that `parts` split if there are any."""
 
     equation: str
@@ -41,15 +41,17 @@ class Sum:
 
 
 # "-" are operands and results of which nothing is permuted.
-SUMS: Mapping[Any, Sum] = {
-    aten.mm.default: Sum("mk kn -> mn", "k", "k"),
-    aten.addmm.default: Sum("+ mk kn -> mn", "k", "k"),
-    aten.bmm.default: Sum("bmk bkn -> bmn", "k", "k"),
-    aten.baddbmm.default: Sum("+ bmk bkn -> bmn", "k", "k"),
-    aten.mv.default: Sum("mk k -> m", "k", "k"),
-    aten.dot.default: Sum("k k -> -", "k", "k"),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: Sum("bhqe bhke -> -", "e"),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Sum("- bhqe bhke -> bhqe bhke", "e"),
+SUMS: Mapping[Any, SumKernel] = {
+    aten.mm.default: SumKernel("mk kn -> mn", "k", "k"),
+    aten.addmm.default: SumKernel("+ mk kn -> mn", "k", "k"),
+    aten.bmm.default: SumKernel("bmk bkn -> bmn", "k", "k"),
+    aten.baddbmm.default: SumKernel("+ bmk bkn -> bmn", "k", "k"),
+    aten.mv.default: SumKernel("mk k -> m", "k", "k"),
+    aten.dot.default: SumKernel("k k -> -", "k", "k"),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: SumKernel("bhqe bhke -> -", "e"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: SumKernel(
+        "- bhqe bhke -> bhqe bhke", "e"
+    ),
 }
 # Kernels that sum, and of which no order is known but their own.
 OF_ONE_ORDER = frozenset(
@@ -62,14 +64,14 @@ OF_ONE_ORDER = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-_CONVOLUTION = Sum("ni oi + -> no", "i", "i")
-_TRANSPOSED = Sum("ni io + -> no", "i", "i")
-_BACKWARD = Sum("no ni oi -> ni oi o", "noi", "n")
-_BACKWARD_OF_TRANSPOSED = Sum("no ni io -> ni io o", "noi", "n")
-_BACKWARD_OF_GROUPS = Sum("n n - -> n - -", "n", "n")
+_CONVOLUTION = SumKernel("ni oi + -> no", "i", "i")
+_TRANSPOSED = SumKernel("ni io + -> no", "i", "i")
+_BACKWARD = SumKernel("no ni oi -> ni oi o", "noi", "n")
+_BACKWARD_OF_TRANSPOSED = SumKernel("no ni io -> ni io o", "noi", "n")
+_BACKWARD_OF_GROUPS = SumKernel("n n - -> n - -", "n", "n")
 
 
-def sum_of(function: Any, args: Sequence[Any]) -> Sum | None:
+def sum_of(function: Any, args: Sequence[Any]) -> SumKernel | None:
     """What a kernel sums, None if it isn't known."""
     if function is aten.convolution.default:
         transposed, groups = args[6], args[8]
@@ -110,7 +112,7 @@ class OtherOrder(TorchDispatchMode):
             for place, values in enumerate(zip(*found, strict=True))
         )
 
-    def _orders(self, known: Sum, args: Sequence[Any]) -> dict[str, Tensor]:
+    def _orders(self, known: SumKernel, args: Sequence[Any]) -> dict[str, Tensor]:
         """A permutation for each letter, by what operands say of its length."""
         lengths = {
             letter: tensor.shape[dim]
@@ -125,7 +127,7 @@ class OtherOrder(TorchDispatchMode):
         }
 
     def _calls(
-        self, known: Sum, args: Sequence[Any], orders: Mapping[str, Tensor]
+        self, known: SumKernel, args: Sequence[Any], orders: Mapping[str, Tensor]
     ) -> Iterator[tuple[Any, ...]]:
         """The arguments of each part."""
         chunks = orders[known.split].chunk(self.parts) if known.split in orders else [None]
@@ -150,7 +152,7 @@ def _taken(item: Any, letters: str, orders: Mapping[str, Tensor], *, is_first: b
     return item
 
 
-def _joined(known: Sum, letters: str, parts: Sequence[Any], orders: Mapping[str, Tensor]) -> Any:
+def _joined(known: SumKernel, letters: str, parts: Sequence[Any], orders: Mapping[str, Tensor]) -> Any:
     """A result of all parts, in the order that it has without them."""
     if not isinstance(parts[0], Tensor):
         return parts[0]

@@ -38,7 +38,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.planner import Planner
-from autopar.planning.search import Decision, decide
+from autopar.planning.search import MeshDecision, decide
 from autopar.solve.choices.space import Space
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
@@ -140,25 +140,25 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return function(), time.process_time() - begun
 
 
-def cut_first(joint: Decision) -> float:
+def cut_first(joint: MeshDecision) -> float:
     found = decide_after(joint, cuts(joint.problem)[Way.CUT_FIRST])
     return math.inf if isinstance(found, InfeasibleError) else found.plan.step_seconds
 
 
-def fresh(joint: Decision) -> MeshProblem:
+def fresh(joint: MeshDecision) -> MeshProblem:
     """The decision's problem, nothing solved yet."""
     same = joint.problem
     return MeshProblem(same.graph, same.mesh, same.cluster, same.model, same.request, same.cap, same.hop)
 
 
-def relaxation(joint: Decision) -> float:
+def relaxation(joint: MeshDecision) -> float:
     """The bound on all placements and cuts; nothing is rounded or cut for it."""
     problem = fresh(joint)
     problem.solve(problem.ask())
     return joint.step.bound
 
 
-def greedy(joint: Decision) -> float:
+def greedy(joint: MeshDecision) -> float:
     """The step of strategies that are chosen one by one, in the operators' order."""
     problem = fresh(joint)
     problem.spaces[None] = Greedy(problem, joint.problem.spaces[None]).space()

@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
-from autopar.planning.search import MEASURING_ROUNDS, Decision, FoundPlan, decide, finish
+from autopar.planning.search import MEASURING_ROUNDS, FoundPlan, MeshDecision, decide, finish
 from costdb.database import Database
 
 
@@ -89,7 +89,7 @@ def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     }
 
 
-def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
+def decide_after(joint: MeshDecision, starts: tuple[int, ...]) -> Outcome:
     """The best assignment for this cut."""
     same = joint.problem
     problem = MeshProblem(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autopar.comparing.time_in_turns import ROUNDS, WARM_UPS, Runner, time_in_turn
+from autopar.comparing.time_in_turns import ROUNDS, WARM_UPS, StepRunner, time_in_turn
 from tests.pool import Pool
 
 PAUSE = 0.05
@@ -24,7 +24,7 @@ def raced() -> tuple[dict[str, float], dict[str, int]]:
     def alone() -> None:
         counts["alone"] += 1
 
-    runners = {"uneven": Runner(uneven), "alone": Runner(alone, alone=True)}
+    runners = {"uneven": StepRunner(uneven), "alone": StepRunner(alone, alone=True)}
     return time_in_turn(runners, device=torch.device("cpu")), counts
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import ClusterSpec
-from autopar.explaining.asked import Asked
+from autopar.explaining.asked import AskedPlan
 from autopar.explaining.data_parallel import compared, said_of
 from autopar.results.plan.plan import Plan
 from tests.explaining.test_explain import target
@@ -26,7 +26,7 @@ NODE = ClusterSpec(devices_per_node=2, device="h100")
     ],
 )
 def test_options_that_keep_from_it_are_named(plan: Plan, options: dict[str, object], said: str) -> None:
-    assert {*said_of(Asked(target(), NODE, options), plan).split(", ")} == {*said.split(", ")}
+    assert {*said_of(AskedPlan(target(), NODE, options), plan).split(", ")} == {*said.split(", ")}
 
 
 def test_where_it_is_faster_the_sentence_says_why_it_is_not_taken() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.errors import InputError
-from autopar.explaining.asked import OVER, Asked
+from autopar.explaining.asked import OVER, AskedPlan
 from autopar.results.explanation.explanation import Explanation, Outcome
 from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target
@@ -133,7 +133,7 @@ def test_without_time_the_plan_stands_alone_and_what_is_left_says_so() -> None:
 
 
 def test_each_other_plan_has_a_share_of_the_time_that_is_left() -> None:
-    asked = Asked(target(), NODE, WHOLE)
+    asked = AskedPlan(target(), NODE, WHOLE)
     assert asked.seconds() is None and asked.saying(time_limit=3.0).seconds() == 3.0
     late = replace(asked, until=time.monotonic() + 20)
     assert late.seconds() == pytest.approx(10, abs=1) and not late.is_over

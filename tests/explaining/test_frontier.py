@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopar.explaining.asked import Asked
+from autopar.explaining.asked import AskedPlan
 from autopar.explaining.frontier import SHARES, frontier
 from autopar.results.plan.frontier import Frontier, Point, undominated
 from autopar.results.plan.plan import Plan
@@ -18,7 +18,7 @@ GAPS = 4e-3  # of two solved plans
 
 
 def around(found: Plan, seconds: float = 60.0, **options: Any) -> Frontier:
-    return frontier(Asked(target(), NODE, OPTIONS | options), found, seconds=seconds)
+    return frontier(AskedPlan(target(), NODE, OPTIONS | options), found, seconds=seconds)
 
 
 @cache

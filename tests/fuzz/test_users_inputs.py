@@ -36,7 +36,7 @@ from autopar.results.difference.render_difference import render_difference
 from autopar.results.plan.draw_timeline import timeline_text, write_trace
 from autopar.results.plan.frontier import Frontier, Point
 from autopar.results.plan.plan import Plan
-from autopar.results.report.page import Beside, write_page
+from autopar.results.report.page import PageSupplements, write_page
 from autopar.units import parse_bytes, parse_rate, parse_seconds
 from costdb import device_file
 from costdb.database import Database
@@ -99,7 +99,7 @@ def read_plan(random: Random, folder: Path) -> None:
         timeline_text(timeline)
         write_trace(timeline, folder / "trace.json")
         if not random.randrange(10):
-            write_page(plan, folder / "report.html", Beside(timeline, plan.frontier))
+            write_page(plan, folder / "report.html", PageSupplements(timeline, plan.frontier))
 
 
 STEPS = {

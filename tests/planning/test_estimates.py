@@ -16,14 +16,14 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.step import StepCost
-from autopar.planning.estimates import OTHERWISE, Screened, bottleneck, choice_of
+from autopar.planning.estimates import OTHERWISE, MeshEstimate, bottleneck, choice_of
 from autopar.planning.screening import Screen
 from autopar.planning.search import decide
 from autopar.trace.export import trace
 from autopar.trace.forms.simplify import only_loss
 from tests.planning.test_pipeline_search import BATCH, CLUSTER, OPEN, graph_of
 
-EVEN = Screened(
+EVEN = MeshEstimate(
     ranks=2,
     mesh=Mesh((4,)),
     count=4,

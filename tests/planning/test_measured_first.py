@@ -9,7 +9,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.machine.neighbours import Neighbours
-from autopar.planning.measured_first import Candidate, most_valuable
+from autopar.planning.measured_first import PlanCalls, most_valuable
 from costdb.measurement import Measurement
 
 TOY = DeviceModel("cpu", "cpu", ((torch.float32, 1.0),), bandwidth=1.0, launch_seconds=1.0)
@@ -23,9 +23,9 @@ def took(call: Call) -> Measurement:
     return Measurement(call.key(), 1.0, 0.0, SavedByCall(), 0, None, 5, 0.0)
 
 
-def candidate(*calls: Call) -> Candidate:
+def candidate(*calls: Call) -> PlanCalls:
     keys = [call.key() for call in calls]
-    return Candidate({call.key(): call for call in calls}, {key: keys.count(key) for key in keys}, 1e3)
+    return PlanCalls({call.key(): call for call in calls}, {key: keys.count(key) for key in keys}, 1e3)
 
 
 def model(*known: Measurement) -> CostModel:

@@ -23,10 +23,10 @@ from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.apart import Apart, error_of, unlike
 from autopar.planning.asked.request import Request
-from autopar.planning.estimates import Choice
+from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.pipeline_search import _few, decide_all
-from autopar.planning.screening import ROUGH, Placed, Screen
-from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
+from autopar.planning.screening import ROUGH, Screen, ScreenedMesh
+from autopar.planning.search import MeshDecision, _prefer_simpler, decide, finish, search
 from autopar.results.plan.plan import Alternative
 from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.stages import step
@@ -81,15 +81,15 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     seconds = {4: 1.0, 1: 0.8, 2: 0.7}  # of plans
     estimates = {4: 0.6, 1: 0.7, 2: 1.1}
 
-    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[PipelineEstimate]:
         self.model = CostModel.of(local, None)
-        return [Choice(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
+        return [PipelineEstimate(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> MeshDecision:
         asked.append(request.pipeline_ranks)
         step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks], recomputes=False)
         nothing: Any = None
-        return Decision(nothing, step, cluster, request, None)
+        return MeshDecision(nothing, step, cluster, request, None)
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
@@ -104,12 +104,14 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     """An estimate may be wrong by more than any margin; a plan that can't be faster is left at its bound."""
     cutoffs: dict[int, float] = {}
 
-    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[PipelineEstimate]:
         self.cap = 1.0
         sizes = {4: (1.0, 0.0), 2: (1.0, 0.0), 1: (9.0, nbytes)}
-        return [Choice(each, Mesh((4 // each,)), 4, *size) for each, size in sizes.items()]
+        return [PipelineEstimate(each, Mesh((4 // each,)), 4, *size) for each, size in sizes.items()]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+    def decided(
+        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+    ) -> MeshDecision:
         cutoffs[request.pipeline_ranks] = cutoff
         return decision_of(request.pipeline_ranks, 4, {4: 2.0, 2: 2.0, 1: 1.0}[request.pipeline_ranks])
 
@@ -128,13 +130,16 @@ def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_est
     """A step without stages stands for one with them that takes up to 10 % less; a row tells of it."""
     cutoffs: dict[int, float] = {}
 
-    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[PipelineEstimate]:
         self.cap = 1.0
         return [
-            Choice(each, Mesh((4 // each,)), 4, seconds, 0.0) for each, seconds in ((2, estimate), (1, 1.2))
+            PipelineEstimate(each, Mesh((4 // each,)), 4, seconds, 0.0)
+            for each, seconds in ((2, estimate), (1, 1.2))
         ]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+    def decided(
+        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+    ) -> MeshDecision:
         cutoffs[request.pipeline_ranks] = cutoff
         return decision_of(request.pipeline_ranks, 4, {2: 0.95, 1: 1.0}[request.pipeline_ranks])
 
@@ -163,11 +168,13 @@ def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_wha
     """Its bound is 1: it is planned after all if stages take longer than that allows, or don't fit."""
     cutoffs = list[tuple[int, float]]()
 
-    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[PipelineEstimate]:
         self.cap = 1.0
-        return [Choice(each, Mesh((4 // each,)), 4, {2: 0.9, 1: 1.2}[each], 0.0) for each in (2, 1)]
+        return [PipelineEstimate(each, Mesh((4 // each,)), 4, {2: 0.9, 1: 1.2}[each], 0.0) for each in (2, 1)]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+    def decided(
+        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+    ) -> MeshDecision:
         cutoffs.append((request.pipeline_ranks, cutoff))
         if request.pipeline_ranks == 1:
             check_cutoff(1.0, cutoff)
@@ -190,11 +197,11 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
     """Beside its plan 4 micro-batches instead of 8 may promise too little."""
     counts = list[int]()
 
-    def choices(self: Screen, ranks: int | None) -> list[Choice]:
+    def choices(self: Screen, ranks: int | None) -> list[PipelineEstimate]:
         self.cap = 1.0
-        return [Choice(2, Mesh((2,)), each, {8: 1.0, 4: 1.02}[each], 0.0) for each in (8, 4)]
+        return [PipelineEstimate(2, Mesh((2,)), each, {8: 1.0, 4: 1.02}[each], 0.0) for each in (8, 4)]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> MeshDecision:
         counts.append(request.micro_batches)
         return decision_of(2, request.micro_batches, {8: seconds, 4: 1.02}[request.micro_batches])
 
@@ -204,10 +211,10 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
     assert counts == planned and found.request.micro_batches == planned[-1]
 
 
-def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> Decision:
+def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> MeshDecision:
     nothing: Any = None
     step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0, recomputes=recomputes)
-    return Decision(nothing, step, CLUSTER, Request(pipeline_ranks=stages, micro_batches=count), None)
+    return MeshDecision(nothing, step, CLUSTER, Request(pipeline_ranks=stages, micro_batches=count), None)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +245,9 @@ def test_a_model_that_fits_on_one_device_is_cut_where_stages_promise_more_than_b
     apart = Apart(measured=False, is_roomy=True)
     best = apart.simplest([decision_of(8, 16, 1.0), decision_of(1, 1, seconds)])
     assert best.request.pipeline_ranks == ranks
-    stages, alone = (Choice(ranks, Mesh((1,)), 16, each, 0.0) for ranks, each in ((8, 1.0), (1, seconds)))
+    stages, alone = (
+        PipelineEstimate(ranks, Mesh((1,)), 16, each, 0.0) for ranks, each in ((8, 1.0), (1, seconds))
+    )
     assert (stages.seconds < apart.limit(stages, alone)) == (ranks == 8)
 
 
@@ -395,11 +404,11 @@ def test_a_mesh_that_is_left_out_is_told_with_what_it_promises(
 ) -> None:
     monkeypatch.setattr("autopar.planning.screening.margin", lambda *_: 0.03)
 
-    def placed(seconds: float, mesh: Mesh) -> Placed:
+    def placed(seconds: float, mesh: Mesh) -> ScreenedMesh:
         screened: Any = SimpleNamespace(ranks=1, seconds=seconds)
         problem: Any = SimpleNamespace(mesh=mesh)
         solution: Any = SimpleNamespace(program=0, priced=0)
-        return Placed((screened,), problem, solution)
+        return ScreenedMesh((screened,), problem, solution)
 
     found = [placed(seconds, mesh) for seconds, mesh in ((1.0, Mesh((4,))), (promised, Mesh((2, 2))))]
     screen: Any = SimpleNamespace(
@@ -507,7 +516,7 @@ def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
     """What would do is known to be `known` more bytes than the cap, which the outputs don't come to."""
     sought, memory = list[Graph | None](), 2_000_000
 
-    def refused(*_: Any, at_once: Graph | None, **__: Any) -> Decision:
+    def refused(*_: Any, at_once: Graph | None, **__: Any) -> MeshDecision:
         sought.append(at_once)
         raise InfeasibleError(
             where="cap", found="2 MB", wanted="more", remedy="raise it", least=memory + known
@@ -655,7 +664,7 @@ def test_few_choices_are_planned_two_for_one_number_of_ranks_and_one_without_sta
     """In the order of their seconds; the letter is that of the choice, the number its ranks."""
 
     def planned(*ranks: int) -> list[int]:
-        choices = [Choice(each, Mesh((2,)), 4, float(place), 0) for place, each in enumerate(ranks)]
+        choices = [PipelineEstimate(each, Mesh((2,)), 4, float(place), 0) for place, each in enumerate(ranks)]
         return [int(each.seconds) for each in _few(choices, Apart(measured=True), math.inf)]
 
     assert planned(2, 2, 2, 4, 8) == [0, 1, 3]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.proof import sum_order
-from autopar.proof.sum_order import OtherOrder, Sum
+from autopar.proof.sum_order import OtherOrder, SumKernel
 
 
 class Attention(nn.Module):
@@ -87,7 +87,7 @@ def test_equal_seeds_are_equal_orders() -> None:
 
 
 def test_a_wrong_equation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {**sum_order.SUMS, torch.ops.aten.addmm.default: Sum("+ km kn -> mn", "k", "k")}
+    wrong = {**sum_order.SUMS, torch.ops.aten.addmm.default: SumKernel("+ km kn -> mn", "k", "k")}
     monkeypatch.setattr(sum_order, "SUMS", wrong)
     torch.manual_seed(0)
     x, layer = torch.randn(6, 6), nn.Linear(6, 6)

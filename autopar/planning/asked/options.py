@@ -52,7 +52,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class OptionSpec:
     """What all doors share of an option.
 
     `words` are the types as which JSON says it, `types` those that only Python says, of which errors show an
@@ -86,7 +86,7 @@ class Option:
         )
 
 
-_OPTIMIZER = Option(
+_OPTIMIZER = OptionSpec(
     metavar="NAME",
     default="adam",
     types=(object,),  # whatever has a state to measure
@@ -95,13 +95,13 @@ _OPTIMIZER = Option(
     more="In Python also a class, a function of the parameters, or an optimizer: the size of its state is "
     "measured.",
 )
-_MEASURE = Option(
+_MEASURE = OptionSpec(
     default=True,
     words=(bool,),
     help="Measure what is not measured yet.",
     without="Estimate what is not measured yet.",
 )
-_MEASURE_SECONDS = Option(
+_MEASURE_SECONDS = OptionSpec(
     metavar="S",
     default=MEASURE_SECONDS,
     words=(int, float),
@@ -118,7 +118,7 @@ class SearchOptions(TypedDict, total=False):
 
     memory: Annotated[
         int | str | None,
-        Option(
+        OptionSpec(
             metavar="2GiB",
             words=(int, str),
             types=(float,),
@@ -130,7 +130,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     time_limit: Annotated[
         float | None,
-        Option(
+        OptionSpec(
             metavar="S",
             words=(int, float),
             example="60",
@@ -140,7 +140,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     gap: Annotated[
         float | None,
-        Option(
+        OptionSpec(
             metavar="G",
             default=DEFAULT_GAP,
             words=(int, float),
@@ -150,7 +150,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     shard_state: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="LEVEL",
             default=AUTO,
             types=(object,),
@@ -164,7 +164,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     dtype: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="fp32|bf16|fp16",
             default=Precision.FP32.value,
             types=(object,),
@@ -176,7 +176,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     reduce_dtype: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="fp32|bf16|fp16",
             default=Precision.FP32.value,
             types=(object,),
@@ -189,7 +189,7 @@ class SearchOptions(TypedDict, total=False):
     ]
     costdb: Annotated[
         str | None,
-        Option(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),
+        OptionSpec(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),
     ]
 
 
@@ -198,7 +198,7 @@ class PlacementOptions(TypedDict, total=False):
 
     mesh: Annotated[
         Mesh | tuple[int, ...] | str | None,
-        Option(
+        OptionSpec(
             metavar="2x2",
             types=(Mesh, tuple, list),
             example='"2x2"',
@@ -209,7 +209,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     force: Annotated[
         Force | Pins | str | None,
-        Option(
+        OptionSpec(
             metavar="KIND[+KIND...]",
             types=(Parallelism, tuple, list, Mapping),
             example='"batch"',
@@ -222,7 +222,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     stages: Annotated[
         int | str | None,
-        Option(
+        OptionSpec(
             metavar="K|auto",
             words=(int, str),
             types=(object,),  # refused by the flag's name
@@ -233,7 +233,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     micro_batches: Annotated[
         int | str | None,
-        Option(
+        OptionSpec(
             metavar="M|auto",
             words=(int, str),
             types=(object,),  # refused by the flag's name
@@ -244,7 +244,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     batch_dims: Annotated[
         Mapping[str | int, int | None] | str | None,
-        Option(
+        OptionSpec(
             metavar="INPUT=DIM,...",
             types=(object,),  # refused by the flag's name
             read=read_batch_dims,
@@ -255,7 +255,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     static: Annotated[
         Sequence[str] | str | None,
-        Option(
+        OptionSpec(
             metavar="NAME,...",
             types=(object,),
             read=read_static,
@@ -266,7 +266,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     schedule: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="NAME",
             default=AUTO,
             types=(object,),
@@ -277,7 +277,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     recompute: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="none|all|auto",
             default=AUTO,
             types=(object,),
@@ -289,7 +289,7 @@ class PlacementOptions(TypedDict, total=False):
     ]
     offload: Annotated[
         str | None,
-        Option(
+        OptionSpec(
             metavar="none|all|auto",
             default=AUTO,
             types=(object,),
@@ -308,7 +308,7 @@ class RunOptions(TypedDict, total=False):
 
     overlap: Annotated[
         bool | None,
-        Option(
+        OptionSpec(
             default=False,
             words=(bool,),
             help="Start exchanges early, beside compute, where memory is left: gathers of weights, sums.",
@@ -319,7 +319,7 @@ class RunOptions(TypedDict, total=False):
     ]
     compile: Annotated[
         bool | None,
-        Option(
+        OptionSpec(
             default=False,
             words=(bool,),
             help="Compile the programs of ranks and stages, by torch.compile; plan for that.",
@@ -349,7 +349,7 @@ class CompareOptions(SearchOptions, total=False):
     measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
 
 
-OPTIONS: Mapping[str, Option] = {
+OPTIONS: Mapping[str, OptionSpec] = {
     name: annotation.__metadata__[0] for name, annotation in PlanOptions.__annotations__.items()
 }
 
@@ -388,7 +388,7 @@ class Door:
         """A paragraph for each option."""
         return "\n".join(self._paragraph(name, OPTIONS[name]) for name in self.options)
 
-    def _paragraph(self, name: str, option: Option) -> str:
+    def _paragraph(self, name: str, option: OptionSpec) -> str:
         text = f"{option.help} {option.more}".strip()
         indent = " " * 8
         body = textwrap.fill(text, width=100, initial_indent=indent, subsequent_indent=indent)

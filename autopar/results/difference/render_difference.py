@@ -10,7 +10,7 @@ from rich.table import Table
 from autopar.errors import cut_text
 from autopar.results.difference.difference import Difference, LayerChanged
 from autopar.results.files.text import as_text, text_of
-from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.fold_blocks import RepeatedRows, TableRow, fold_rows
 from autopar.results.plan.plan_words import gap_of, operator_name
 from autopar.results.plan.render_plan import LIGHT
 from autopar.results.plan.render_step import signed, told_parts
@@ -95,15 +95,15 @@ def _is_light(layer: LayerChanged, found: Difference) -> bool:
     return seconds < LIGHT * max(found.steps) and abs(layer.saved) < LIGHT * max(found.peaks)
 
 
-def _row(layer: LayerChanged) -> Row:
+def _row(layer: LayerChanged) -> TableRow:
     saved = f"{'-' if layer.saved < 0 else '+'}{show_bytes(abs(layer.saved))}"
     before, after = " x ".join(layer.before), " x ".join(layer.after)
     seconds = signed(layer.compute), signed(layer.communication)
-    return Row(layer.name, (operator_name(layer.op), before, after, *seconds, saved))
+    return TableRow(layer.name, (operator_name(layer.op), before, after, *seconds, saved))
 
 
-def _cells(each: Row | Block) -> Iterator[list[str]]:
-    if isinstance(each, Row):
+def _cells(each: TableRow | RepeatedRows) -> Iterator[list[str]]:
+    if isinstance(each, TableRow):
         yield [each.name, *each.cells]
         return
     yield [f"{each.first} … {each.last}, each:"]

@@ -23,7 +23,7 @@ NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row of a table: a dotted name, and the text of its cells."""
 
     name: str
@@ -31,23 +31,23 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RepeatedRows:
     """Rows of which `first` to `last` (names of blocks, equal if there is one) have one set each; their names
     are what follows the block's."""
 
     first: str
     last: str
     count: int
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
 
-def fold_rows(rows: Sequence[Row], place: int = 0) -> list[Row | Block]:
+def fold_rows(rows: Sequence[TableRow], place: int = 0) -> list[TableRow | RepeatedRows]:
     """The rows, of which equal blocks by the number at `place` of their names, or a later one, are folded."""
-    found: list[Row | Block] = []
-    for blocks in _alike([_Part.of(key, own) for key, own in _runs(rows, place)]):
+    found: list[TableRow | RepeatedRows] = []
+    for blocks in _alike([_BlockRows.of(key, own) for key, own in _runs(rows, place)]):
         first, last = blocks[0], blocks[-1]
         if len(blocks) > 1:
-            found.append(Block(first.name, last.name, len(blocks), first.inner))
+            found.append(RepeatedRows(first.name, last.name, len(blocks), first.inner))
         elif first.number is None or len(first.rows) == 1:
             found += first.rows
         else:
@@ -56,37 +56,37 @@ def fold_rows(rows: Sequence[Row], place: int = 0) -> list[Row | Block]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BlockRows:
     """Consecutive rows of one block, or of none."""
 
     stem: str
     number: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     @staticmethod
-    def of(key: tuple[str, int | None], rows: Sequence[Row]) -> _Part:
-        return _Part(*key, tuple(rows))
+    def of(key: tuple[str, int | None], rows: Sequence[TableRow]) -> _BlockRows:
+        return _BlockRows(*key, tuple(rows))
 
     @property
     def name(self) -> str:
         return f"{self.stem}{self.number}"
 
     @property
-    def inner(self) -> tuple[Row, ...]:
+    def inner(self) -> tuple[TableRow, ...]:
         """The rows by what follows the block's name."""
-        return tuple(Row(row.name.removeprefix(self.name), row.cells) for row in self.rows)
+        return tuple(TableRow(row.name.removeprefix(self.name), row.cells) for row in self.rows)
 
-    def follows(self, other: _Part) -> bool:
+    def follows(self, other: _BlockRows) -> bool:
         """Whether it is the next block after `other`, and equal."""
         if self.number is None or other.number is None:
             return False
         return (self.stem, self.number, self.inner) == (other.stem, other.number + 1, other.inner)
 
 
-def _runs(rows: Sequence[Row], place: int) -> Iterator[tuple[tuple[str, int | None], list[Row]]]:
+def _runs(rows: Sequence[TableRow], place: int) -> Iterator[tuple[tuple[str, int | None], list[TableRow]]]:
     """Rows that follow each other with the same words up to the number at `place`, and the same number."""
 
-    def key(row: Row) -> tuple[str, int | None]:
+    def key(row: TableRow) -> tuple[str, int | None]:
         numbers = list(NUMBER.finditer(row.name))
         if place >= len(numbers):
             return "", None
@@ -97,9 +97,9 @@ def _runs(rows: Sequence[Row], place: int) -> Iterator[tuple[tuple[str, int | No
         yield found, list(own)
 
 
-def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
+def _alike(parts: Sequence[_BlockRows]) -> list[list[_BlockRows]]:
     """The parts, those that are equal and follow each other together."""
-    found: list[list[_Part]] = []
+    found: list[list[_BlockRows]] = []
     for part in parts:
         if found and part.follows(found[-1][-1]):
             found[-1].append(part)

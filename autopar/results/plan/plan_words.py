@@ -38,7 +38,7 @@ UNKNOWN = "unknown"
 NO_BOUND = 0.995  # from this gap on nothing was proved that says more than a step of 0 s
 
 
-class Split(Protocol):
+class AxisSplit(Protocol):
     """What is split on each axis, by a factor of some kind or not at all."""
 
     @property
@@ -65,12 +65,12 @@ def factor_name(factor: str) -> str:
     return f"dim {int(number) + (SPACE if letter == 's' else 0)}{size}"
 
 
-def splits_of(layer: Split) -> list[str]:
+def splits_of(layer: AxisSplit) -> list[str]:
     """How an operator is split on each axis."""
     return [split_of(kind, factor) for kind, factor in zip(layer.kinds, layer.strategy, strict=True)]
 
 
-def legend(layers: Iterable[Split]) -> list[tuple[str, str]]:
+def legend(layers: Iterable[AxisSplit]) -> list[tuple[str, str]]:
     """The words of the table, of those that are in it, and what they mean."""
     own = list(layers)
     kinds = {kind for layer in own for kind in layer.kinds if kind}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from autopar.core.placement import replicated, show
 from autopar.results.files.text import WIDTH, as_text, text_of
-from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.fold_blocks import RepeatedRows, TableRow, fold_rows
 from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
 from autopar.results.plan.plan_words import (
     axis_heading,
@@ -76,7 +76,7 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
         noun = "operator" if len(light) == 1 else "operators"
         table.add_row(f"{len(light)} small {noun}", "", *empty, *_sums(light), style="dim")
     yield table
-    yield _legend(heavy, any(isinstance(each, Block) for each in blocks), bool(light))
+    yield _legend(heavy, any(isinstance(each, RepeatedRows) for each in blocks), bool(light))
 
 
 def heavy_layers(plan: Plan) -> list[Layer]:
@@ -85,15 +85,15 @@ def heavy_layers(plan: Plan) -> list[Layer]:
     return [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
 
 
-def _row(layer: Layer) -> Row:
+def _row(layer: Layer) -> TableRow:
     cells = (operator_name(layer.op), *splits_of(layer), *_sums([layer]))
-    return Row(layer.module or layer.name, cells)
+    return TableRow(layer.module or layer.name, cells)
 
 
-def _cells(blocks: Sequence[Row | Block]) -> Iterator[list[str]]:
+def _cells(blocks: Sequence[TableRow | RepeatedRows]) -> Iterator[list[str]]:
     """The cells of each line: folded blocks get a line of their own above those of one of them."""
     for each in blocks:
-        if isinstance(each, Row):
+        if isinstance(each, TableRow):
             yield [each.name, *each.cells]
             continue
         names = f"{each.first} … {each.last}"

@@ -34,7 +34,7 @@ Cell: TypeAlias = str | Figure
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FigureTable:
     """What stands behind a picture; columns of figures are flush right."""
 
     headings: tuple[str, ...]
@@ -98,7 +98,7 @@ class Picture:
     about: str
     bars: tuple[Bar, ...]
     colours: tuple[tuple[str, str], ...]  # class and meaning
-    table: Table
+    table: FigureTable
     rest: str = ""  # says what is left out
     plot: Plot | None = None
     whole: bool = False  # one bar alone, which needs no name, with its table beneath

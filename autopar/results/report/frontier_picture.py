@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autopar.results.plan.frontier import Frontier, Point
 from autopar.results.plan.plan import Plan
-from autopar.results.report.figures import Cell, Picture, Plot, Spot, Table, nbytes, seconds, share
+from autopar.results.report.figures import Cell, FigureTable, Picture, Plot, Spot, nbytes, seconds, share
 from autopar.units import show_bytes, show_seconds
 
 ROOM = 0.08  # of a scale, beside the outermost points
@@ -34,7 +34,7 @@ def frontier_picture(plan: Plan, frontier: Frontier) -> Picture:
         "stages and micro-batches.",
         (),
         (("taken", "under this plan's cap"), ("other", "under others")),
-        Table(
+        FigureTable(
             ("solved under", "step", "peak memory", "gap", "against the fastest"),
             tuple(_row(number, point, frontier, plan) for number, point in enumerate(frontier.points)),
         ),

@@ -5,7 +5,17 @@ from __future__ import annotations
 from autopar.results.comparison.measured_steps import MeasuredStep, MeasuredSteps
 from autopar.results.plan.plan import Plan
 from autopar.results.plan.render_plan import TAKEN
-from autopar.results.report.figures import Bar, Cell, Picture, Piece, Table, named, nbytes, scale, seconds
+from autopar.results.report.figures import (
+    Bar,
+    Cell,
+    FigureTable,
+    Picture,
+    Piece,
+    named,
+    nbytes,
+    scale,
+    seconds,
+)
 from autopar.units import show_seconds
 
 SAME = 1e-6  # of a step: predictions that differ by more are of other plans
@@ -20,7 +30,7 @@ def measured_picture(plan: Plan, measured: MeasuredSteps) -> Picture:
         "Steps of the strategies that ran: predicted above, measured below.",
         tuple(_bar(number, step, measured, units) for number, step in enumerate(measured.steps)),
         (("taken", "predicted"), ("time-backward", "measured")),
-        Table(
+        FigureTable(
             ("strategy", "predicted", "measured", "off by", "predicted peak", "measured peak"),
             tuple(_row(number, step, measured) for number, step in enumerate(measured.steps)),
         ),

@@ -11,11 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopar.results.plan.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan.fold_blocks import RepeatedRows, TableRow, fold_rows
 from autopar.results.plan.plan import Layer, Plan
 from autopar.results.plan.plan_words import KINDS, WHOLE, axis_heading, operator_name, splits_of
 from autopar.results.plan.render_plan import heavy_layers
-from autopar.results.report.figures import Bar, Cell, Picture, Piece, Table, named, nbytes, scale, seconds
+from autopar.results.report.figures import (
+    Bar,
+    Cell,
+    FigureTable,
+    Picture,
+    Piece,
+    named,
+    nbytes,
+    scale,
+    seconds,
+)
 from autopar.units import show_bytes, show_seconds
 
 MOST_BARS = 400
@@ -57,13 +67,13 @@ def _folded(layers: Sequence[Numbered]) -> Iterator[Line]:
     """The lines of layers, equal blocks once."""
     left = iter(layers)
     for each in fold_rows([_row(layer) for _, layer in layers]):
-        if isinstance(each, Row):
+        if isinstance(each, TableRow):
             yield each.name, next(left), False
             continue
         yield from _block(each, [next(left) for _ in range(each.count * len(each.rows))])
 
 
-def _block(block: Block, layers: Sequence[Numbered]) -> Iterator[Line]:
+def _block(block: RepeatedRows, layers: Sequence[Numbered]) -> Iterator[Line]:
     names = f"{block.first} … {block.last}"
     if len(block.rows) == 1:
         yield f"{names}{block.rows[0].name}", layers[0], False
@@ -73,10 +83,10 @@ def _block(block: Block, layers: Sequence[Numbered]) -> Iterator[Line]:
         yield row.name or "(itself)", layer, True
 
 
-def _row(layer: Layer) -> Row:
+def _row(layer: Layer) -> TableRow:
     """What equal layers have in common, in words."""
     costs = show_seconds(layer.compute), show_seconds(layer.communication), show_bytes(layer.nbytes)
-    return Row(layer.module or layer.name, (operator_name(layer.op), *splits_of(layer), *costs))
+    return TableRow(layer.module or layer.name, (operator_name(layer.op), *splits_of(layer), *costs))
 
 
 def _bar(line: Line, plan: Plan, units: float) -> Bar:
@@ -106,11 +116,13 @@ def _bar(line: Line, plan: Plan, units: float) -> Bar:
     return Bar(named(name), tuple(pieces), words, figures, inner)
 
 
-def _table(lines: Sequence[Line], plan: Plan) -> Table:
+def _table(lines: Sequence[Line], plan: Plan) -> FigureTable:
     axes = [axis_heading(plan.mesh.name(axis), size) for axis, size in enumerate(plan.mesh.shape)]
     rows = tuple(_cells(line, len(axes)) for line in lines[:MOST_ROWS])
     rest = f"{len(lines) - MOST_ROWS} more lines are left out." if len(lines) > MOST_ROWS else ""
-    return Table(("layer", "operator", *axes, "compute", "communication", "saved for backward"), rows, rest)
+    return FigureTable(
+        ("layer", "operator", *axes, "compute", "communication", "saved for backward"), rows, rest
+    )
 
 
 def _cells(line: Line, axes: int) -> tuple[Cell, ...]:
@@ -129,7 +141,7 @@ def _cells(line: Line, axes: int) -> tuple[Cell, ...]:
     )
 
 
-def axes_table(plan: Plan) -> Table:
+def axes_table(plan: Plan) -> FigureTable:
     """What is done on each axis: how many operators are split how, and conversions of tensors."""
     moves = Counter(move.axis for path in plan.program.moves.values() for move in path)
     rows: list[tuple[Cell, ...]] = []
@@ -137,6 +149,6 @@ def axes_table(plan: Plan) -> Table:
         kinds = Counter(layer.kinds[axis] or WHOLE for layer in plan.layers)
         split = ", ".join(f"{kinds[kind]} {kind}" for kind in (*KINDS, WHOLE) if kinds[kind])
         rows.append((plan.mesh.name(axis), str(size), split, str(moves[axis])))
-    return Table(
+    return FigureTable(
         ("axis", "devices", "operators by how it splits them", "conversions of tensors"), tuple(rows)
     )

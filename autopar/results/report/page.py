@@ -31,7 +31,7 @@ NOTE = 4 * LONGEST
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PageSupplements:
     """What a page shows beside its plan: the step over time (`autopar.timeline`), the frontier of seconds and
     bytes, and steps that were measured; each as far as it is known."""
 
@@ -47,24 +47,24 @@ class Beside:
         }
 
 
-NOTHING = Beside()
+NOTHING = PageSupplements()
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenPage:
     """A page that was written: its file and bytes, its plan, and what it shows beside that."""
 
     path: Path
     nbytes: int
     plan: Plan
-    beside: Beside
+    beside: PageSupplements
 
     def as_dict(self) -> dict[str, Any]:
         """The page as the command line's JSON shows it."""
         return {"report": str(self.path), "bytes": self.nbytes} | self.beside.as_dict()
 
 
-def page(plan: Plan, beside: Beside = NOTHING) -> str:
+def page(plan: Plan, beside: PageSupplements = NOTHING) -> str:
     """The page of a plan, with what is known beside it."""
     timeline, frontier, measured = beside.timeline, beside.frontier, beside.measured
     pictures = [
@@ -88,14 +88,14 @@ def page(plan: Plan, beside: Beside = NOTHING) -> str:
     )
 
 
-def write_page(plan: Plan, path: Path, beside: Beside = NOTHING) -> Written:
+def write_page(plan: Plan, path: Path, beside: PageSupplements = NOTHING) -> WrittenPage:
     """Write the page of a plan; raises InputError where that cannot be done."""
     text = page(plan, beside)
     write_whole(path, text, where=f"report {path}")
-    return Written(path, len(text.encode()), plan, beside)
+    return WrittenPage(path, len(text.encode()), plan, beside)
 
 
-def _missing(plan: Plan, beside: Beside) -> Iterator[str]:
+def _missing(plan: Plan, beside: PageSupplements) -> Iterator[str]:
     """What the page can't show, and how it can."""
     if beside.timeline is None:
         yield "Time and memory during the step: the plan's file is older than these; plan again."

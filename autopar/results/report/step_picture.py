@@ -12,9 +12,9 @@ from autopar.results.report.figures import (
     Bar,
     Cell,
     Figure,
+    FigureTable,
     Picture,
     Piece,
-    Table,
     named,
     nbytes,
     scale,
@@ -53,7 +53,7 @@ def step_picture(plan: Plan) -> Picture:
         f"Seconds of {whose}, which add up to the step.",
         (bar,),
         tuple((f"part-{name}", MEANINGS[name]) for name in found),
-        Table(("part", "seconds", "of the step"), tuple(rows)),
+        FigureTable(("part", "seconds", "of the step"), tuple(rows)),
         whole=True,
     )
 
@@ -86,7 +86,7 @@ def strategies_picture(plan: Plan) -> Picture | None:
         f"Predicted steps: the plan, {ONE_DEVICE} by itself, and pure strategies on the same devices.",
         (Bar(TAKEN, (taken,), figures=own[:1]), *(_bar(key, item, plan, units) for key, item in others)),
         (("taken", TAKEN), ("other", "fits in memory"), ("unfit", "exceeds the memory cap")),
-        Table(("strategy", "step", "peak memory", "against it", ""), ((TAKEN, *own, "", ""), *rows)),
+        FigureTable(("strategy", "step", "peak memory", "against it", ""), ((TAKEN, *own, "", ""), *rows)),
     )
 
 

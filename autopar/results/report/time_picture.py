@@ -13,7 +13,17 @@ from collections.abc import Iterator, Sequence
 from autopar.core.schedule import ActionKind
 from autopar.core.timeline import Event, EventKind, HeldBytes, Phase, RankActivity, Timeline
 from autopar.results.plan.plan import Plan, Stage
-from autopar.results.report.figures import WHOLE, Bar, Cell, Picture, Piece, Table, named, nbytes, seconds
+from autopar.results.report.figures import (
+    WHOLE,
+    Bar,
+    Cell,
+    FigureTable,
+    Picture,
+    Piece,
+    named,
+    nbytes,
+    seconds,
+)
 from autopar.units import show_bytes, show_seconds
 
 MOST = 4000  # events that are drawn
@@ -117,9 +127,9 @@ def _length(event: Event) -> float:
     return event.stop - event.start
 
 
-def _stages(plan: Plan) -> Table:
+def _stages(plan: Plan) -> FigureTable:
     headings = ("stage", "rank", "layers", "operators", "forward and backward", "memory")
-    return Table(headings, tuple(_stage(number, stage) for number, stage in enumerate(plan.stages)))
+    return FigureTable(headings, tuple(_stage(number, stage) for number, stage in enumerate(plan.stages)))
 
 
 def _stage(number: int, stage: Stage) -> tuple[Cell, ...]:
@@ -129,7 +139,7 @@ def _stage(number: int, stage: Stage) -> tuple[Cell, ...]:
     return str(number), str(stage.rank), layers, str(stage.operators), both, held
 
 
-def _phases(plan: Plan) -> Table:
+def _phases(plan: Plan) -> FigureTable:
     rows: list[tuple[Cell, ...]] = []
     for phase, meaning in PHASES.items():
         own = [moment for moment in plan.moments if moment.phase is phase]
@@ -138,7 +148,7 @@ def _phases(plan: Plan) -> Table:
         if total:
             share = f"{total / (plan.step_seconds or 1):.1%}"
             rows.append((meaning, show_seconds(total), share, show_bytes(max(each.nbytes for each in own))))
-    return Table(("phase", "seconds", "of the step", "memory at most"), tuple(rows))
+    return FigureTable(("phase", "seconds", "of the step", "memory at most"), tuple(rows))
 
 
 def memory_picture(plan: Plan, timeline: Timeline) -> Picture:
@@ -169,13 +179,13 @@ def _held(rank: int, plan: Plan, timeline: Timeline, most: int) -> Bar:
     )
 
 
-def _peaks(timeline: Timeline) -> Table:
+def _peaks(timeline: Timeline) -> FigureTable:
     peaks = [timeline.peak_of(rank) for rank in range(timeline.schedule.ranks)]
     rows = tuple((str(peak.rank), show_bytes(peak.nbytes), show_seconds(peak.seconds)) for peak in peaks)
-    return Table(("rank", "peak", "first at"), rows)
+    return FigureTable(("rank", "peak", "first at"), rows)
 
 
-def _fullest(plan: Plan) -> Table:
+def _fullest(plan: Plan) -> FigureTable:
     """The operators that run when memory is fullest."""
     order = sorted(enumerate(plan.moments), key=lambda item: -item[1].nbytes)
     rows: list[tuple[Cell, ...]] = []
@@ -186,7 +196,7 @@ def _fullest(plan: Plan) -> Table:
         rows.append((name, moment.phase.value, took, nbytes(f"moments.{number}.bytes", moment.nbytes)))
     left = len(order) - len(rows)
     rest = f"The fullest moments; {left} others hold no more." if left else ""
-    return Table(("operator", "phase", "seconds", "memory at most"), tuple(rows), rest)
+    return FigureTable(("operator", "phase", "seconds", "memory at most"), tuple(rows), rest)
 
 
 def _curve(held: tuple[HeldBytes, ...], length: float, most: int) -> tuple[tuple[float, float], ...]:

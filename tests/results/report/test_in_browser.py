@@ -10,7 +10,7 @@ import pytest
 
 from autopar.api import timeline
 from autopar.results.plan.plan import Plan
-from autopar.results.report.page import Beside, write_page
+from autopar.results.report.page import PageSupplements, write_page
 from tests.results.report.read_page import at
 from tests.results.report.reported_plans import frontier, hostile, large, long, measured, staged, timed
 
@@ -38,7 +38,7 @@ def test_a_page_fits_has_the_figures_of_the_json_and_asks_for_nothing(
 ) -> None:
     path = tmp_path / "report.html"
     known = bool(plan.moments or plan.stage_costs)
-    beside = Beside(timeline(plan) if known else None, frontier(plan), measured(plan))
+    beside = PageSupplements(timeline(plan) if known else None, frontier(plan), measured(plan))
     write_page(plan, path, beside)
     said: list[str] = []
     asked: list[str] = []

@@ -15,7 +15,7 @@ from autopar.api import timeline
 from autopar.cli import main
 from autopar.errors import InputError
 from autopar.results.plan.plan import Plan
-from autopar.results.report.page import Beside, page
+from autopar.results.report.page import PageSupplements, page
 from autopar.units import show_bytes, show_seconds
 from tests.results.report.read_page import at, read
 from tests.results.report.reported_plans import (
@@ -35,9 +35,9 @@ OLD = Path(__file__).parents[1] / "files" / "plan_format_1.json"
 PLANS = {"plain": plain, "staged": staged, "hostile": hostile, "timed": timed}
 
 
-def beside(plan: Plan) -> Beside:
+def beside(plan: Plan) -> PageSupplements:
     known = bool(plan.moments or plan.stage_costs)
-    return Beside(timeline(plan) if known else None, frontier(plan), measured(plan))
+    return PageSupplements(timeline(plan) if known else None, frontier(plan), measured(plan))
 
 
 def page_of(plan: Plan) -> str:
@@ -154,7 +154,7 @@ def test_predicted_steps_stand_above_measured_ones_and_another_plan_is_told() ->
     bands = re.findall(r'y="([\d.]+)" width="([\d.]+)" height="0.5"><title>(predicted|measured)', text)
     assert [(float(top), kind) for top, _, kind in bands[:2]] == [(0, "predicted"), (0.5, "measured")]
     assert float(bands[1][1]) / float(bands[0][1]) == pytest.approx(1.1, rel=1e-3)
-    other = page(replace(plain(), step_seconds=0.03), Beside(measured=measured(plain())))
+    other = page(replace(plain(), step_seconds=0.03), PageSupplements(measured=measured(plain())))
     assert "The plan that ran was predicted to take 20 ms, this one 30 ms" in other
 
 
@@ -177,7 +177,7 @@ def test_the_command_writes_the_page_of_a_saved_plan(
     assert main(["report", saved, "-o", str(output)]) == 0
     text = output.read_text()
     loaded = Plan.load(saved)
-    assert text == page(loaded, Beside(timeline(loaded))) and str(tmp_path) not in text
+    assert text == page(loaded, PageSupplements(timeline(loaded))) and str(tmp_path) not in text
     assert main(["report", saved, "-o", str(output), "--json"]) == 0
     told, document = capsys.readouterr().out.rsplit("\n", 2)[:2]
     own = {"report": str(output), "bytes": len(text.encode())}
