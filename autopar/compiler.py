@@ -29,7 +29,7 @@ from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
-from autopar.runtime.executable import Executable, Pinned, StagedExecutable
+from autopar.runtime.executable import Executable, PinnedLayouts, StagedExecutable
 from autopar.sharding.sample_dims import samples_elsewhere
 from autopar.sharding.strategies import dims_of
 from autopar.trace.call.call_signature import leaves_out_loss
@@ -64,7 +64,7 @@ class Compiler(Planner):
         kwargs: dict[str, Any],
         *,
         training: bool,
-        pinned: Pinned | None,
+        pinned: PinnedLayouts | None,
         step: bool = False,
         place: int = 0,
         known: Sequence[Plan] = (),
@@ -138,7 +138,7 @@ class Compiler(Planner):
             )
         return None
 
-    def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
+    def _request(self, pinned: PinnedLayouts | None, *, training: bool, step: bool) -> Request:
         """What is asked of the search for one kind of call."""
         request = replace(self.request, training=training)
         if pinned is not None:

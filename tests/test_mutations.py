@@ -31,7 +31,7 @@ from autopar.proof import simulated
 from autopar.rewrite.split_stages import StageProgram, _Splitter
 from autopar.runtime.collectives import convolution as runtime_convolution
 from autopar.runtime.collectives import groups, transport
-from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
+from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Rule, Site
@@ -382,7 +382,7 @@ def _sums(*, mean: bool) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if mean:
             patch.setattr(transport, "start_sum", averaged)
-        member = Member(0, "weight", "a@2", torch.float32, 8)
+        member = BucketMember(0, "weight", "a@2", torch.float32, 8)
         sync = GradientSync([member], lambda index, total: totals.update({index: total.clone()}))
         root = torch.ones(2, requires_grad=True)
         root.register_hook(lambda gradient: sync.add(0, gradient * (1 + dist.get_rank())))

@@ -27,7 +27,7 @@ from autopar.proof.precision import copy_model, raise_model, written_constants
 from autopar.proof.verdict import Record, compare
 from autopar.proof.verify import train_eagerly, verify_simulated
 from autopar.results.plan.plan import Plan
-from autopar.runtime.programs.guards import Guard, Slot
+from autopar.runtime.programs.guards import Guard, NumberSlot
 from autopar.runtime.tree import serial_model
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.export import Traced, trace
@@ -76,7 +76,7 @@ class Changes:
 class _Change:
     name: str
     make: Callable[[], Callable[[], object]]  # makes it, and gives what takes it back
-    slot: Slot | None = None  # of a number
+    slot: NumberSlot | None = None  # of a number
     old: Any = None
     new: Any = None
     is_noticed: bool = True  # by every call, whatever was read
@@ -135,7 +135,7 @@ class _Trial:
             for path, module in self.target.model.named_modules()
             for name, value in vars(module).items()
             if name not in _OWN and _other(value) is not None
-            if (slot := Slot(vars(module), name)).name not in known
+            if (slot := NumberSlot(vars(module), name)).name not in known
         ]
         return read, unread, [*_modes(self.target.model), *_hooks(self.target.model)]
 
@@ -245,7 +245,7 @@ def _other(value: object) -> Any:
 
 
 @contextmanager
-def _replaced(slot: Slot, value: Any) -> Iterator[None]:
+def _replaced(slot: NumberSlot, value: Any) -> Iterator[None]:
     before = slot.read()
     slot.write(value)
     try:
@@ -254,7 +254,7 @@ def _replaced(slot: Slot, value: Any) -> Iterator[None]:
         slot.write(before)
 
 
-def _of_slot(name: str, slot: Slot, *, is_read: bool = True) -> _Change:
+def _of_slot(name: str, slot: NumberSlot, *, is_read: bool = True) -> _Change:
     before = slot.read()
     new = _other(before)
 

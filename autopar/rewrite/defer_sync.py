@@ -29,7 +29,7 @@ from torch import fx
 from autopar.core.mesh import parse_key
 from autopar.core.precision import Precision
 from autopar.runtime.collectives.placement_moves import SUMMED
-from autopar.runtime.executable import Gather
+from autopar.runtime.executable import GatherCall
 
 LOW = {SUMMED[each]: each for each in Precision if each is not Precision.FP32}
 
@@ -50,7 +50,7 @@ class DeferredSync:
     `reduce` if that isn't its own dtype."""
 
     key: str | None
-    gathers: tuple[Gather, ...] = ()
+    gathers: tuple[GatherCall, ...] = ()
     reduce: Precision | None = None
 
 
@@ -93,7 +93,7 @@ def _deferred(chain: Sequence[fx.Node]) -> DeferredSync:
         if link.target in GATHERS:
             group = str(link.args[1])
             whole = link.target in SCATTERS or group in summed
-            gathers.append(Gather("s_to_b" if whole else "s_to_r", tuple(link.args[1:])))
+            gathers.append(GatherCall("s_to_b" if whole else "s_to_r", tuple(link.args[1:])))
     done = {gather.arguments[0] for gather in gathers}
     left = [parse_key(group) for group in summed if group not in done]
     key = left[0][0].key(axis for _, axes in left for axis in axes) if left else None

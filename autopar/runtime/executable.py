@@ -21,7 +21,7 @@ from autopar.results.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherCall:
     """A registered gathering operator, by name, and its arguments after the tensor: group key, dim, blocks,
     sizes."""
 
@@ -50,13 +50,13 @@ class InputPart:
     aliases: tuple[str, ...] = ()
     mutated: bool = False
     sync: str | None = None
-    gathers: tuple[Gather, ...] = ()
+    gathers: tuple[GatherCall, ...] = ()
     reduce: torch.dtype | None = None
     position: int = -1  # among the call's flat tensors, for user inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedLayouts:
     """What a later program must keep to: the mesh, and the layouts that tensors already have.
 
     `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;

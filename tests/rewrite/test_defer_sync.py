@@ -7,7 +7,7 @@ from torch import fx
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators)
 from autopar.rewrite.defer_sync import DeferredSync, defer
-from autopar.runtime.executable import Gather
+from autopar.runtime.executable import GatherCall
 
 r_to_b = torch.ops.autopar.r_to_b.default
 s_to_b, s_to_r = torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default
@@ -54,6 +54,6 @@ def test_weights_that_are_gathered_once_leave_their_gathers() -> None:
     c = graph.call_function(s_to_b, (kept, "a@2x2", *rest))
     graph.output(tuple(graph.call_function(relu, (item,)) for item in (a, b, c)))
     after, found = defer(graph, ["first", "second", "kept"], gathered_once=["first", "second"])
-    gather = Gather("s_to_b", ("a@2x2", *rest))
+    gather = GatherCall("s_to_b", ("a@2x2", *rest))
     assert found == {"first": DeferredSync("b@2x2", (gather,)), "second": DeferredSync(None, (gather,))}
     assert [str(node.args[0]) for node in after.nodes if node.target is s_to_b] == ["kept"]

@@ -13,7 +13,7 @@ import torch
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.collectives.convolution import Convolution, Side, local_convolution, neighbours
+from autopar.runtime.collectives.convolution import ConvolutionArguments, Side, local_convolution, neighbours
 
 
 def strip_calls(emitter: GraphEmitter) -> Iterator[Call]:
@@ -25,11 +25,11 @@ def strip_calls(emitter: GraphEmitter) -> Iterator[Call]:
             rows = foreign(owned, starts, stops)
             both = neighbours(rows.index(max(rows)), owned, starts, stops)
             length = emitter.shape(node)[how[0]]
-            yield from _convolutions(x, weight, both, Convolution(*how), length)
+            yield from _convolutions(x, weight, both, ConvolutionArguments(*how), length)
 
 
 def _convolutions(
-    x: TensorSpec, weight: TensorSpec, both: Sequence[Side], call: Convolution, length: int
+    x: TensorSpec, weight: TensorSpec, both: Sequence[Side], call: ConvolutionArguments, length: int
 ) -> Iterator[Call]:
     stride, padding, dilation, transposed, output_padding, groups = call.of_strips
     for at in call.edges(both, weight.shape[call.dim], length):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from autopar.cost.program.tape import Weight
-from autopar.runtime.parameters.gradient_buckets import Bucket, Member, assign
+from autopar.runtime.parameters.gradient_buckets import Bucket, BucketMember, assign
 
 
 class Heap:
@@ -42,7 +42,7 @@ class GradientSums:
         """`weights` in the order of their first use, on a type of device."""
         self.heap, self.adding, self.weights, self.keeps = heap, adding, weights, device == "cpu"
         members = [
-            Member(place, item.name, item.key, item.dtype, item.summed_bytes, item.reduce)
+            BucketMember(place, item.name, item.key, item.dtype, item.summed_bytes, item.reduce)
             for place, item in reversed(list(enumerate(weights)))
             if item.key is not None
         ]

@@ -266,7 +266,7 @@ def _numbered(
     """The serial optimizer's state dict, of one by names."""
     slots = Slots(optimizer)
     groups = serial_groups(slots, optimizer.param_groups)
-    given = _Flat(state) if "param_groups" not in state else _Nested(state)
+    given = _FlatState(state) if "param_groups" not in state else _Nested(state)
     numbers = groups.numbers
     # Another plan may have saved a tied parameter by any of its names.
     known = [next((name for name in tied if name in given.names), tied[0]) for tied in names]
@@ -311,7 +311,7 @@ class _Nested:
         return None if group is None else {k: v for k, v in group.items() if k not in (PARAMETERS, NAMES)}
 
 
-class _Flat:
+class _FlatState:
     """A state dict by names in one level: state.NAME.VALUE and param_groups.NAME.OPTION."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ from autopar.runtime.checkpoints.optimizer_values import (
 )
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.tree.stored import Stored, is_sharded_state
-from autopar.runtime.tree.user_tree import Owner, UserTree, placed_trees
+from autopar.runtime.tree.user_tree import ParameterOwner, UserTree, placed_trees
 
 Member = (
     tuple[int, str] | int
@@ -47,12 +47,12 @@ Member = (
 PARAMETERS, NAMES = "params", "param_names"
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """A parameter in a group of an optimizer, and its number on this rank."""
 
     parameter: Tensor
     number: int
-    owner: Owner | None
+    owner: ParameterOwner | None
 
     @property
     def member(self) -> Member:
@@ -60,17 +60,17 @@ class Slot(NamedTuple):
         return self.number if self.owner is None else (self.owner.tree.number, self.owner.name)
 
 
-class Group(NamedTuple):
+class SerialGroup(NamedTuple):
     """A group of a serial optimizer."""
 
     members: tuple[Member, ...]
     options: Mapping[str, Any]  # rates and the like; None in the place of names
 
 
-class Groups(NamedTuple):
+class OptimizerGroups(NamedTuple):
     """The serial optimizer's groups, and which of them each group of this rank is a part of."""
 
-    serial: Sequence[Group]
+    serial: Sequence[SerialGroup]
     own: Sequence[int | None]
 
     @property
@@ -88,7 +88,7 @@ class Slots:
         owners = {key: owner for tree in self.trees.values() for key, owner in tree.owned().items()}
         stand_ins = {id(item): tree for tree in self.trees.values() for item in tree.nothing}
         numbers = itertools.count()
-        self.groups: list[list[Slot]] = []
+        self.groups: list[list[ParameterSlot]] = []
         self.all: list[
             list[int]
         ] = []  # the numbers of each group's parameters, those that stand for others' too
@@ -99,7 +99,7 @@ class Slots:
             self.all.append([number for _, number in held])
             self.groups.append(
                 [
-                    Slot(item, number, owners.get(id(item)))
+                    ParameterSlot(item, number, owners.get(id(item)))
                     for item, number in held
                     if id(item) not in stand_ins
                 ]
@@ -109,7 +109,7 @@ class Slots:
         self.is_apart = any(slot.owner is not None and slot.owner.stored.serial.is_apart for slot in self)
         self.used = [self.trees[number] for number in sorted(used)]
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[ParameterSlot]:
         return itertools.chain.from_iterable(self.groups)
 
     @property
@@ -127,7 +127,7 @@ class Slots:
         return collective(what) if self.is_shared else nullcontext()
 
 
-def subject_of(slot: Slot, state: str, *, beside_apart: bool) -> Subject | None:
+def subject_of(slot: ParameterSlot, state: str, *, beside_apart: bool) -> Subject | None:
     """What a value of the optimizer's state is kept for; None for a parameter that is no tree's."""
     if slot.owner is None or not isinstance(slot.parameter, DTensor):
         return None
@@ -137,17 +137,17 @@ def subject_of(slot: Slot, state: str, *, beside_apart: bool) -> Subject | None:
 # -- groups -------------------------------------------------------------------------------------
 
 
-def serial_groups(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> Groups:
+def serial_groups(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> OptimizerGroups:
     """The serial optimizer's groups, of this rank's; a collective where there are stages."""
     mine = [
-        Group(
+        SerialGroup(
             tuple(slot.member for slot in held),
             {key: None if key == NAMES else value for key, value in group.items() if key != PARAMETERS},
         )
         for held, group in zip(slots.groups, groups, strict=True)
     ]
     if not slots.is_staged:
-        return Groups(mine, range(len(mine)))
+        return OptimizerGroups(mine, range(len(mine)))
     _require_known(slots)
     return _merged(_exchanged(mine), dist.get_rank(), _order(slots.trees))
 
@@ -189,7 +189,9 @@ def _require_known(slots: Slots) -> None:
             )
 
 
-def _merged(ranks: Sequence[Sequence[Group]], rank: int, order: Mapping[Member, int]) -> Groups:
+def _merged(
+    ranks: Sequence[Sequence[SerialGroup]], rank: int, order: Mapping[Member, int]
+) -> OptimizerGroups:
     """The serial groups, of what the groups of each rank are.
 
     Groups with the same place and options on all ranks are parts of one. Otherwise each is one by itself, of
@@ -198,7 +200,7 @@ def _merged(ranks: Sequence[Sequence[Group]], rank: int, order: Mapping[Member, 
     shapes = {tuple(repr(group.options) for group in groups) for groups in ranks}
     if len(shapes) == 1:
         joined = [_joined(parts, order) for parts in zip(*ranks, strict=True)]
-        return Groups(joined, range(len(joined)))
+        return OptimizerGroups(joined, range(len(joined)))
     joined = []
     for group in itertools.chain.from_iterable(ranks):
         touching = [known for known in joined if {*known.members} & {*group.members}]
@@ -206,15 +208,15 @@ def _merged(ranks: Sequence[Sequence[Group]], rank: int, order: Mapping[Member, 
         if group.members:
             joined.append(_joined([*touching, group], order))
     joined.sort(key=lambda group: order[group.members[0]])
-    return Groups(joined, [_place_of(group, joined) for group in ranks[rank]])
+    return OptimizerGroups(joined, [_place_of(group, joined) for group in ranks[rank]])
 
 
-def _joined(parts: Sequence[Group], order: Mapping[Member, int]) -> Group:
+def _joined(parts: Sequence[SerialGroup], order: Mapping[Member, int]) -> SerialGroup:
     members = {member for group in parts for member in group.members}
-    return Group(tuple(sorted(members, key=order.__getitem__)), parts[0].options)
+    return SerialGroup(tuple(sorted(members, key=order.__getitem__)), parts[0].options)
 
 
-def _place_of(group: Group, groups: Sequence[Group]) -> int | None:
+def _place_of(group: SerialGroup, groups: Sequence[SerialGroup]) -> int | None:
     return next((place for place, known in enumerate(groups) if {*group.members} & {*known.members}), None)
 
 
@@ -246,7 +248,7 @@ def _after_saving(slots: Slots, optimizer: Optimizer, packed: dict[str, Any]) ->
 
 def _each(
     slots: Slots,
-    slot: Slot,
+    slot: ParameterSlot,
     values: Mapping[str, Any],
     templates: Mapping[str, Any],
     change: Callable[..., Any],
@@ -262,14 +264,14 @@ def _each(
     return changed
 
 
-class _Part(NamedTuple):
+class _GatheredEntry(NamedTuple):
     """Stands for a tensor that its holders gather, by its place among those of a parameter."""
 
     place: int
 
 
 def _collected(
-    slots: Slots, own: Mapping[Member, Mapping[str, Any]], groups: Groups
+    slots: Slots, own: Mapping[Member, Mapping[str, Any]], groups: OptimizerGroups
 ) -> dict[Member, dict[str, Any]]:
     """The full state of all stages' parameters, on all ranks; a collective."""
     parts: dict[Member, list[DTensor]] = {}
@@ -284,7 +286,7 @@ def _collected(
             if part is None:
                 return whole(value, subject).cpu()
             held.append(part)
-            return _Part(len(held) - 1)
+            return _GatheredEntry(len(held) - 1)
 
         sent[slot.member] = _each(slots, slot, own[slot.member], {}, give)
     everywhere: list[dict[Member, dict[str, Any]]] = _exchanged(sent)
@@ -313,7 +315,7 @@ def _stored(slots: Slots, member: Member) -> Stored:
 
 def _count(value: Any) -> int:
     """How many tensors of a parameter's state are gathered."""
-    if isinstance(value, _Part):
+    if isinstance(value, _GatheredEntry):
         return 1
     items: Iterable[Any] = value.values() if isinstance(value, dict) else ()
     items = value if isinstance(value, (list, tuple)) else items
@@ -322,7 +324,7 @@ def _count(value: Any) -> int:
 
 def _put_in(value: Any, full: Sequence[Tensor]) -> Any:
     """A state with full tensors in the places that were left for them."""
-    if isinstance(value, _Part):
+    if isinstance(value, _GatheredEntry):
         return full[value.place]
     if isinstance(value, dict):
         return {key: _put_in(item, full) for key, item in value.items()}
@@ -343,7 +345,7 @@ def _names(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> dict[Member, st
 
 
 def _packed_groups(
-    groups: Groups, numbers: Mapping[Member, int], names: Mapping[Member, str]
+    groups: OptimizerGroups, numbers: Mapping[Member, int], names: Mapping[Member, str]
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -382,7 +384,7 @@ def _before_loading(slots: Slots, optimizer: Optimizer, given: dict[str, Any]) -
 
 
 def _own_groups(
-    slots: Slots, optimizer: Optimizer, given: Mapping[str, Any], groups: Groups
+    slots: Slots, optimizer: Optimizer, given: Mapping[str, Any], groups: OptimizerGroups
 ) -> Iterator[dict[str, Any]]:
     """The groups of this rank, with what is given for those that they are parts of."""
     for place, held, all_of_it, own in zip(

@@ -142,7 +142,7 @@ def edge(strip: Rows, length: int, along: Along) -> Edge | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class ConvolutionArguments:
     """The arguments of `aten.convolution` after the bias, for the own rows; `dim` is split."""
 
     dim: int
@@ -193,7 +193,7 @@ def _forward(
     *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the outputs, and both strips for backward."""
-    call, both = Convolution(*how), sides(group, owned, starts, stops)
+    call, both = ConvolutionArguments(*how), sides(group, owned, starts, stops)
     dim = call.dim
     expect(x, dim, both[1].held[0])
     before, after = strips = [_empty(x, dim, side.held) for side in both]
@@ -229,7 +229,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias that are `wanted`, else an empty tensor; the last two are
     this rank's own sums."""
-    call, both = Convolution(*how), sides(group, owned, starts, stops)
+    call, both = ConvolutionArguments(*how), sides(group, owned, starts, stops)
     dim, length = call.dim, gradient.shape[call.dim]
     slopes, of_taps = [], []
     for side, strip, at in zip(
@@ -276,7 +276,7 @@ def _forward_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     owned, starts, stops, *how = rest
-    call, (before, after) = Convolution(*how), sides(group, owned, starts, stops)
+    call, (before, after) = ConvolutionArguments(*how), sides(group, owned, starts, stops)
     expect(x, call.dim, after.held[0])
     y = aten.convolution(x, weight, bias, *call.arguments)
     return y, _empty(x, call.dim, before.held), _empty(x, call.dim, after.held)
@@ -285,7 +285,7 @@ def _forward_shape(
 def _backward_shape(
     gradient: Tensor, x: Tensor, weight: Tensor, before: Tensor, after: Tensor, wanted: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = Convolution(*rest[4:])
+    call = ConvolutionArguments(*rest[4:])
     sizes, mask = [gradient.shape[1]], list(wanted)
     found = aten.convolution_backward(gradient, x, weight, sizes, *call.arguments, mask)
     return _given(x, found)

@@ -34,9 +34,9 @@ from autopar.runtime.collectives.local_sockets import PeerError
 from autopar.runtime.collectives.meetings import Meetings
 from autopar.runtime.collectives.statements import (
     BACKWARD,
-    Call,
-    Part,
+    CollectiveCall,
     Statement,
+    StatementPart,
     digest_of,
     made_another,
     other_call,
@@ -51,7 +51,7 @@ LONG = 30.0  # seconds in a call before the rank says so
 REMEMBERED = 32  # calls
 KEY = "autopar/roll_call/{rank}"
 TIMEOUT = timedelta(minutes=10)  # of a meeting, where no module says another
-_NONE = Call("no call", "", 0)
+_NONE = CollectiveCall("no call", "", 0)
 T = TypeVar("T")
 
 
@@ -65,7 +65,7 @@ class RollCall:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._main = threading.get_ident()
-        self._number, self._calls = 0, dict[int, Call]()
+        self._number, self._calls = 0, dict[int, CollectiveCall]()
         self._since: float | None = None  # when the call was entered that this rank is in
         self._is_backward = False  # that call
         self._told = ""
@@ -78,7 +78,7 @@ class RollCall:
     def enter(self, name: str) -> None:
         """Begin the next call."""
         number = self._number + 1
-        self._calls[number] = Call(name, *_user_line())
+        self._calls[number] = CollectiveCall(name, *_user_line())
         self._calls.pop(number - REMEMBERED, None)
         self._number = number  # once the thread beside finds its call
         self._since, self._is_backward = time.monotonic(), False
@@ -99,7 +99,7 @@ class RollCall:
         if self._number == number:
             self.leave()
 
-    def compare(self, parts: Sequence[Part]) -> list[Statement] | None:
+    def compare(self, parts: Sequence[StatementPart]) -> list[Statement] | None:
         """What all ranks say where they differ in a part, None where they don't; collective.
 
         Raises InputError on every rank if some make another call.
@@ -115,7 +115,7 @@ class RollCall:
             raise error
         return statements
 
-    def _explained(self, lost: PeerError, call: Call) -> PeerError:
+    def _explained(self, lost: PeerError, call: CollectiveCall) -> PeerError:
         """The error of a meeting to which a rank doesn't come as it has ended; else the error itself."""
         with suppress(RuntimeError):  # the store has ended with its rank
             for rank, (state, calls) in self._others().items():
@@ -203,14 +203,14 @@ class RollCall:
             where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
 
-    def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, Call]]]:
+    def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, CollectiveCall]]]:
         """What the other ranks have told of themselves, and their last calls by number."""
         found = {}
         for rank in range(self._size):
             key = KEY.format(rank=rank)
             if rank != self._rank and self._store.check([key]):
                 state = json.loads(self._store.get(key))
-                found[rank] = state, {int(at): Call(*call) for at, call in state["calls"].items()}
+                found[rank] = state, {int(at): CollectiveCall(*call) for at, call in state["calls"].items()}
         return found
 
     def _fail(self, error: AutoparError) -> None:
@@ -220,7 +220,7 @@ class RollCall:
         worker.fail(error)
 
 
-def _has_ended(call: Call, rank: int, other: int, last: Call) -> PeerError:
+def _has_ended(call: CollectiveCall, rank: int, other: int, last: CollectiveCall) -> PeerError:
     return PeerError(
         where=f"{call.name} on rank {rank} ({call.place})",
         found=f"rank {other} has ended, after {last}",
@@ -287,7 +287,7 @@ def meets() -> bool:
     return roll_call is not None and roll_call.meets()
 
 
-def compare(parts: Sequence[Part]) -> list[Statement] | None:
+def compare(parts: Sequence[StatementPart]) -> list[Statement] | None:
     """Compare parts as `RollCall.compare` does, in the call that this rank is in; collective."""
     roll_call = _roll_call()
     return None if roll_call is None else roll_call.compare(parts)

@@ -30,7 +30,7 @@ _PAIRS = (
 _SAME_CALLS = "make the same calls on all ranks, in the same modes"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective call, and the line of the user's code that makes it."""
 
     name: str
@@ -46,7 +46,7 @@ class Call(NamedTuple):
         return f"{shown_path(self.file)}:{self.line}" if self.file else "outside of user code"
 
 
-class Part(NamedTuple):
+class StatementPart(NamedTuple):
     """A part of what ranks must have in common: its name, what to do where they differ in it, its value."""
 
     name: str
@@ -67,11 +67,11 @@ class Statement(NamedTuple):
     """All that one rank says: the number of its call, the call, and parts."""
 
     number: int
-    call: Call
+    call: CollectiveCall
     parts: tuple[Said, ...]
 
 
-def digest_of(number: int, call: Call, parts: Iterable[Part]) -> bytes:
+def digest_of(number: int, call: CollectiveCall, parts: Iterable[StatementPart]) -> bytes:
     """A digest that is equal on ranks which say the same, from whatever lines."""
     digest = hashlib.blake2b(f"{number} {call.name}".encode(), digest_size=DIGEST_BYTES)
     for name, _, value in parts:
@@ -80,12 +80,12 @@ def digest_of(number: int, call: Call, parts: Iterable[Part]) -> bytes:
     return digest.digest()
 
 
-def stated(number: int, call: Call, parts: Iterable[Part]) -> Statement:
+def stated(number: int, call: CollectiveCall, parts: Iterable[StatementPart]) -> Statement:
     """What others are told where the digests differ."""
     return Statement(number, call, tuple(map(_said, parts)))
 
 
-def _said(part: Part) -> Said:
+def _said(part: StatementPart) -> Said:
     digest = hashlib.blake2b(part.value, digest_size=DIGEST_BYTES).digest()
     is_text = len(part.value) <= SHOWN and part.value.isascii() and part.value.decode().isprintable()
     return Said(part.name, part.remedy, digest, part.value.decode() if is_text else "")
@@ -102,7 +102,7 @@ def other_call(statements: Sequence[Statement], rank: int) -> InputError | None:
     return made_another(mine.call, rank, other, statements[other].call)
 
 
-def made_another(call: Call, rank: int, other: int, instead: Call) -> InputError:
+def made_another(call: CollectiveCall, rank: int, other: int, instead: CollectiveCall) -> InputError:
     """What a rank raises in a call in whose place another one makes another."""
     is_pair = any(each.name.startswith(BACKWARD) for each in (call, instead))
     return InputError(

@@ -55,7 +55,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _OwnedMesh:
     """A mesh of ours while its owner lives, why plain tensors don't fit, whether weights are in blocks."""
 
     owner: weakref.ref[object]
@@ -65,7 +65,7 @@ class _Known:
     staged: bool
 
 
-_known: list[_Known] = []
+_known: list[_OwnedMesh] = []
 
 
 def take_plain_tensors(
@@ -81,7 +81,7 @@ def take_plain_tensors(
     `in_blocks` says that rows of some lie in another order than serially, `staged` that ranks of other
     stages have other parameters.
     """
-    known = _Known(weakref.ref(owner), mesh, obstacle, in_blocks, staged)
+    known = _OwnedMesh(weakref.ref(owner), mesh, obstacle, in_blocks, staged)
     _known[:] = [item for item in _known if item.owner() is not None] + [known]
     compute_wholly(_is_ours)
     if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:

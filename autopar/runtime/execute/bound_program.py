@@ -31,7 +31,7 @@ from autopar.runtime.dtensors.global_scalars import plain_gradient
 from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.execute.unread_output import unread
-from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
+from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync
 from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing
 
@@ -220,13 +220,13 @@ def sync_key(item: InputPart) -> str | None:
     return item.sync if item.sync is not None and groups.size(item.sync) > 1 else None
 
 
-def summed(parameters: Sequence[InputPart]) -> list[Member]:
+def summed(parameters: Sequence[InputPart]) -> list[BucketMember]:
     """The members whose gradients are summed over ranks, in the order of backward.
 
     `parameters` are in the order of their first use, and their places there are the members' indices.
     """
     return [
-        Member(
+        BucketMember(
             index,
             item.target,
             key,

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 from autopar.runtime.parameters.parameters import distribute, local, plainly
-from autopar.runtime.tree.user_tree import Placed
+from autopar.runtime.tree.user_tree import PlacedTensor
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
@@ -88,7 +88,7 @@ def step_fast(owner: object, mesh: DeviceMesh) -> None:
 
 def take_over(
     owner: object,
-    placed: Sequence[Placed],
+    placed: Sequence[PlacedTensor],
     mesh: DeviceMesh,
     nothing: Sequence[nn.Parameter],
     *,
@@ -124,7 +124,7 @@ def take_over(
     at_steps(register_optimizer_step_pre_hook, owner, check)
 
 
-def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
+def _optimizers_of(parts: Mapping[int, PlacedTensor]) -> list[torch.optim.Optimizer]:
     """The optimizers alive that hold some of these parameters."""
     alive = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     return [
@@ -138,7 +138,7 @@ def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
 
 def _repoint(
     optimizer: torch.optim.Optimizer,
-    parts: Mapping[int, Placed],
+    parts: Mapping[int, PlacedTensor],
     mesh: DeviceMesh,
     nothing: Sequence[nn.Parameter],
 ) -> str:
@@ -160,7 +160,7 @@ def _repoint(
     return type(optimizer).__name__
 
 
-def _part_of(value: Any, placed: Placed, mesh: DeviceMesh) -> Any:
+def _part_of(value: Any, placed: PlacedTensor, mesh: DeviceMesh) -> Any:
     """The rank's part of a moment, of anything else the whole."""
     part = placed.stored.part
     if not isinstance(value, Tensor) or value.shape != placed.whole.shape or not value.dim():

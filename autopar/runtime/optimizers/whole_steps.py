@@ -35,13 +35,13 @@ _PARTS = {"Rprop"}  # selects elements by their signs
 _FUSED_PARTS = {"Adagrad"}  # whose kernel DTensor doesn't know
 
 
-class Owner(Protocol):
+class TreeOwner(Protocol):
     """What owns parameters."""
 
     tree: UserTree
 
 
-def step_whole(owner: Owner, mesh: DeviceMesh, *, staged: bool) -> None:
+def step_whole(owner: TreeOwner, mesh: DeviceMesh, *, staged: bool) -> None:
     """While `owner` lives, let such optimizers step its parameters on `mesh`; collective unless `staged`,
     since then not all ranks have parameters."""
     hidden: list[tuple[DTensor, Any]] = []

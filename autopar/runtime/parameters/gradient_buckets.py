@@ -51,7 +51,7 @@ RANK_BYTES = 2**19  # a rank's part of a GPU's bucket: what NCCL's rings send at
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BucketMember:
     """A parameter whose gradient, of `nbytes`, is summed over the ranks of `key`.
 
     In the dtype `reduce` if that isn't its own; `index` is the caller's."""
@@ -69,7 +69,7 @@ class Bucket:
     """Members of one key, dtype, and dtype of sums, summed together."""
 
     key: str
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,15 @@ def bucket_sizes(device: str, ranks: int) -> BucketSizes:
     return BucketSizes(full, full)
 
 
-def assign(members: Sequence[Member], device: str, bucket_bytes: int | None = None) -> tuple[Bucket, ...]:
+def assign(
+    members: Sequence[BucketMember], device: str, bucket_bytes: int | None = None
+) -> tuple[Bucket, ...]:
     """Put members into buckets in launch order: large ones alone, the others together.
 
     Buckets have at least `bucket_bytes` if given, else what suits the type of device and the ranks (the last
     of each kind may be smaller). `members` come in the order in which their gradients are expected.
     """
-    open_: dict[tuple[str, torch.dtype, torch.dtype | None], list[Member]] = {}
+    open_: dict[tuple[str, torch.dtype, torch.dtype | None], list[BucketMember]] = {}
     buckets: list[Bucket] = []
     for member in members:
         sizes = bucket_sizes(device, ranks_of(member.key))
@@ -147,7 +149,7 @@ class Sums:
         self._next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # of those that fill a bucket, whose storage something else holds too
-        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Callable[[], object]]] = []
+        self._flights: list[tuple[tuple[BucketMember, ...], Tensor, list[_Form], Callable[[], object]]] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
         """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
@@ -219,7 +221,7 @@ class GradientSync:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[BucketMember],
         deliver: Callable[[int, Tensor], None],
         *,
         device: str = "cpu",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.collectives import roll_call, transport
-from autopar.runtime.collectives.statements import Part, Statement, unlike
+from autopar.runtime.collectives.statements import Statement, StatementPart, unlike
 from autopar.runtime.programs.parameter_changes import ParameterChanges
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.call.user_source import calling_line
@@ -92,7 +92,7 @@ class Agreement:
         known = dict(held) if self._count <= FIRST or self._count % STRIDE == 0 else {}
         parts = (
             *self._parts(call, modes, known.items(), random, whole=whole),
-            Part("the program of this call", _STATE_READ, program.encode()),
+            StatementPart("the program of this call", _STATE_READ, program.encode()),
         )
         graphs = map(_graph, structure)
         free = changes.free if changes else set()
@@ -111,7 +111,7 @@ class Agreement:
     ) -> None:
         """Compare parameters and buffers before they are saved, as a call does; collective."""
         known = dict(held)
-        parts = [Part(name, _STATE, _bytes(tensor, whole=True)) for name, tensor in known.items()]
+        parts = [StatementPart(name, _STATE, _bytes(tensor, whole=True)) for name, tensor in known.items()]
         free = changes.free if changes else set()
         if compare((*parts, *(changes.parts() if changes else ())), known, free=free):
             assert changes is not None
@@ -123,7 +123,7 @@ class Agreement:
         """Compare what has changed of all that forward reads, and the numbers of now; collective."""
         if dist.get_world_size() > 1:
             parts = ("what forward reads and has changed", name), (f"{name}, which forward reads,", values)
-            compare(Part(part, _STATE, text.encode()) for part, text in parts)
+            compare(StatementPart(part, _STATE, text.encode()) for part, text in parts)
 
     def check_structure(self, structure: Iterable[tuple[str, bytes]]) -> None:
         """Compare the graphs of a call that is prepared; collective."""
@@ -143,36 +143,36 @@ class Agreement:
         random: bytes,
         *,
         whole: bool,
-    ) -> Iterator[Part]:
+    ) -> Iterator[StatementPart]:
         yield from _signature(call, shapes=not self._local)
-        yield Part("train or eval mode of the modules", _CALL, bytes(modes))
-        yield Part("torch.is_grad_enabled()", _CALL, str(torch.is_grad_enabled()).encode())
-        yield Part(
+        yield StatementPart("train or eval mode of the modules", _CALL, bytes(modes))
+        yield StatementPart("torch.is_grad_enabled()", _CALL, str(torch.is_grad_enabled()).encode())
+        yield StatementPart(
             "torch.is_inference_mode_enabled()", _CALL, str(torch.is_inference_mode_enabled()).encode()
         )
-        yield Part("autocast", _CALL, str(Autocast.now(self._device.type)).encode())
+        yield StatementPart("autocast", _CALL, str(Autocast.now(self._device.type)).encode())
         if not self._local:
             for path, tensor in zip(call.paths, call.tensors, strict=True):
                 if whole or tensor.is_cpu:  # a GPU would be waited for
-                    yield Part(f"input {path}", _BATCH, _bytes(tensor, whole=whole))
+                    yield StatementPart(f"input {path}", _BATCH, _bytes(tensor, whole=whole))
         for name, tensor in held:
-            yield Part(name, _STATE, _bytes(tensor, whole=whole))
-        yield Part("the default generator", _RANDOM, random)
+            yield StatementPart(name, _STATE, _bytes(tensor, whole=whole))
+        yield StatementPart("the default generator", _RANDOM, random)
 
 
-def _graph(named: tuple[str, bytes]) -> Part:
+def _graph(named: tuple[str, bytes]) -> StatementPart:
     """A graph by its digest, which tells nobody anything."""
     name, digest = named
-    return Part(name, _GRAPH, b"\0" + digest)
+    return StatementPart(name, _GRAPH, b"\0" + digest)
 
 
-def _signature(call: Arguments, *, shapes: bool) -> Iterator[Part]:
-    yield Part("the structure of the arguments", _CALL, str(call.structure).encode())
+def _signature(call: Arguments, *, shapes: bool) -> Iterator[StatementPart]:
+    yield StatementPart("the structure of the arguments", _CALL, str(call.structure).encode())
     for constant in call.constants:
-        yield Part("a constant argument", _CALL, _ADDRESS.sub("", repr(constant)).encode())
+        yield StatementPart("a constant argument", _CALL, _ADDRESS.sub("", repr(constant)).encode())
     for path, tensor in zip(call.paths, call.tensors, strict=True) if shapes else ():
         form = f"{tuple(tensor.shape)} {tensor.dtype}{' with a gradient' if tensor.requires_grad else ''}"
-        yield Part(f"input {path}", _BATCH, form.encode())
+        yield StatementPart(f"input {path}", _BATCH, form.encode())
 
 
 def whole_bytes(tensor: Tensor) -> bytes:
@@ -202,7 +202,7 @@ def checksum(flat: Tensor) -> bytes:
 
 
 def compare(
-    parts: Iterable[Part],
+    parts: Iterable[StatementPart],
     held: Mapping[str, Tensor] | None = None,
     *,
     free: Collection[str] = (),

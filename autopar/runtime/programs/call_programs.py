@@ -30,7 +30,7 @@ from autopar.results.plan.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.collectives.roll_call import go_on
-from autopar.runtime.executable import Executable, Pinned, StagedExecutable
+from autopar.runtime.executable import Executable, PinnedLayouts, StagedExecutable
 from autopar.runtime.execute.bound_program import Bound, find_in
 from autopar.runtime.execute.forward_relay import Relay
 from autopar.runtime.execute.staged_program import StagedProgram
@@ -74,7 +74,7 @@ class Compile(Protocol):
         kwargs: dict[str, Any],
         *,
         training: bool,
-        pinned: Pinned | None,
+        pinned: PinnedLayouts | None,
         step: bool = False,
         place: int = 0,
         known: Sequence[Plan] = (),

@@ -21,7 +21,7 @@ from torch import fx
 from autopar.core.graph import ProcessNumber
 from autopar.core.operator_facts import is_random
 from autopar.runtime.executable import Executable, StagedExecutable
-from autopar.runtime.programs.guards import Guard, Slot
+from autopar.runtime.programs.guards import Guard, NumberSlot
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.trace.reads.numbers import Formula, NotFreeError, Numbers, Plain, freed, is_number
 
@@ -34,7 +34,7 @@ class Origin:
     """Where a number comes from: an argument without tensors, by its place, or what was read."""
 
     argument: int = -1
-    slot: Slot | None = None
+    slot: NumberSlot | None = None
 
     @property
     def name(self) -> Any:
@@ -62,7 +62,7 @@ class Free:
         return frozenset(item.argument for item in self.origins if item.slot is None)
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[NumberSlot]:
         """The slots of the other numbers."""
         return [item.slot for item in self.origins if item.slot is not None]
 

@@ -53,7 +53,7 @@ _HELD = ("_buffers", "_parameters", "_modules")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NumberSlot:
     """Where a number can be read and replaced: under a key of a dictionary, or in a cell."""
 
     place: Any
@@ -82,10 +82,12 @@ class Guard:
     `own` are the modules of the model.
     """
 
-    def __init__(self, reads: Reads, free: Collection[Slot] = (), *, own: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, reads: Reads, free: Collection[NumberSlot] = (), *, own: Iterable[nn.Module] = ()
+    ) -> None:
         self._decisions = tuple(reads.decisions)
         self._own_states = {id(vars(module)) for module in own}
-        self._slots: list[Slot | None] = []  # of every object that is expected
+        self._slots: list[NumberSlot | None] = []  # of every object that is expected
         self._getters: list[Callable[[Any], Any]] = []
         self._places: list[Any] = []
         self._expected: list[Any] = []
@@ -145,7 +147,7 @@ class Guard:
     def _is_free(self, index: int, value: Any) -> bool:
         return index in self._free and type(value) is type(self._expected[index])
 
-    def numbers(self) -> list[tuple[Slot, Any]] | None:
+    def numbers(self) -> list[tuple[NumberSlot, Any]] | None:
         """Where numbers have changed, and what they were; None if anything else has, or one that can't be
         reached."""
         try:
@@ -163,7 +165,7 @@ class Guard:
             changed.append((slot, before))
         return changed
 
-    def places(self) -> list[tuple[str, Slot]]:
+    def places(self) -> list[tuple[str, NumberSlot]]:
         """What is read and can be replaced, by name."""
         pairs = zip(self._names, self._slots, strict=True)
         return [(name, slot) for name, slot in pairs if slot is not None]
@@ -178,7 +180,7 @@ class Guard:
         if not names:
             return
         values = list(getter(place))
-        self._slots.extend(Slot(place, key) for key in keys or ())
+        self._slots.extend(NumberSlot(place, key) for key in keys or ())
         self._slots.extend([None] * (len(names) - len(keys)))
         self._places.append(place)
         self._getters.append(getter)

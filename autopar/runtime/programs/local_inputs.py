@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PreparedCall:
     """A global call, with tensors that hold no memory, and by place the digests of its structure: those of
     every such call that was prepared."""
 
@@ -58,7 +58,7 @@ class LocalInputs:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._rows: dict[int, tuple[range, ...]] = {}  # by the number of samples of the global batch
-        self._known: dict[tuple[int, Key], Known] = {}  # by rank and local key
+        self._known: dict[tuple[int, Key], PreparedCall] = {}  # by rank and local key
         self._shapes: dict[Key, str] = {}  # global key -> what this rank passes, for errors
 
     def rows(self, size: int) -> range:
@@ -111,9 +111,9 @@ class LocalInputs:
                     wanted="global batches whose parts differ in shape on every rank",
                     remedy="prepare batch sizes that are further apart, or fill the smaller batch up",
                 )
-        before = self._known.get(keys[self._rank], Known(call)).structure
+        before = self._known.get(keys[self._rank], PreparedCall(call)).structure
         digests = {place: before.get(place, set()) | {digest_of(call.tensors[place])} for place in structure}
-        self._known |= dict.fromkeys(keys.values(), Known(template, digests))
+        self._known |= dict.fromkeys(keys.values(), PreparedCall(template, digests))
         self._shapes[call.key] = _list(call, shapes_of[self._rank])
 
     def whole(self, call: Arguments) -> Arguments:

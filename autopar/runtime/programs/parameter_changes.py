@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar.runtime.collectives.statements import Part
+from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.optimizers.optimizers import at_steps
 from autopar.runtime.tree.user_tree import UserTree
 
@@ -53,17 +53,19 @@ class ParameterChanges:
 
         at_steps(register_optimizer_step_post_hook, self, after)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[StatementPart]:
         """What has been done since ranks compared it last; a new count begins."""
-        yield Part("the count of optimizer steps since the last call", _STEPS, str(self._steps).encode())
+        yield StatementPart(
+            "the count of optimizer steps since the last call", _STEPS, str(self._steps).encode()
+        )
         for kind, rate, options in self._rates if self._compares_rates else ():
-            yield Part(f"lr of {kind}", _RATES, rate.encode())
-            yield Part(f"options of {kind}", _RATES, options.encode())
+            yield StatementPart(f"lr of {kind}", _RATES, rate.encode())
+            yield StatementPart(f"options of {kind}", _RATES, options.encode())
         written = self._written()
         if self._staged:
             written = ["some"] if written else []
         text = ", ".join(written) or "none"
-        yield Part("writes to parameters beside steps", _WRITES, text.encode())
+        yield StatementPart("writes to parameters beside steps", _WRITES, text.encode())
         self._first = self._first and not self._steps
         self._steps = 0
         self._rates.clear()

@@ -31,7 +31,7 @@ from autopar.runtime.checkpoints.rank_states import RankStates, State
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.dtensors.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.dtensors.global_scalars import read_whole_scalars
-from autopar.runtime.executable import Executable, InputPart, Pinned, StagedExecutable
+from autopar.runtime.executable import Executable, InputPart, PinnedLayouts, StagedExecutable
 from autopar.runtime.execute.bound_program import gradient_key
 from autopar.runtime.optimizers.clipping import refuse_torch_clipping
 from autopar.runtime.optimizers.empty_lists import take_empty_lists
@@ -240,12 +240,12 @@ class PlacedTensors:
                 "as later, or plan without stages",
             )
 
-    def pinned(self, users: Mapping[str, Layout]) -> Pinned | None:
+    def pinned(self, users: Mapping[str, Layout]) -> PinnedLayouts | None:
         """What later programs must keep to, with the layouts of `users`, the user's inputs."""
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._parts.items()}
-        return Pinned(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline)
+        return PinnedLayouts(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline)
 
     def of(self, tree: UserTree) -> PlacedTensors:
         """The tensors of a copy of the module, which lie alike."""

@@ -18,7 +18,7 @@ from autopar.runtime.parameters.parameters import local
 from autopar.trace.values.structure import digest_of, parts_of
 
 
-class _Seen:
+class _UnwrittenTensor:
     """A tensor whose values are known, as long as nobody writes to it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -56,10 +56,10 @@ class StructureGuard:
         paths: Sequence[str],
         find: Callable[[str], Callable[[], Any]],
     ) -> None:
-        self._users = {place: _Seen(tensors[place]) for place in structure.users}
+        self._users = {place: _UnwrittenTensor(tensors[place]) for place in structure.users}
         self._names = {place: f"the values of {paths[place]}" for place in structure.users}
-        self._buffers: Mapping[str, tuple[Callable[[], Any], _Seen]] = {
-            name: (find(name), _Seen(local(find(name)()))) for name in structure.buffers
+        self._buffers: Mapping[str, tuple[Callable[[], Any], _UnwrittenTensor]] = {
+            name: (find(name), _UnwrittenTensor(local(find(name)()))) for name in structure.buffers
         }
 
     def change(self, tensors: Sequence[Tensor]) -> str | None:

@@ -87,7 +87,7 @@ class Recomputed(nn.Module):
         return tuple(results)
 
 
-class _Made(Exception):
+class _RemadeValues(Exception):
     """All that was saved is made again."""
 
 
@@ -134,7 +134,7 @@ class _Once:
             if box is not None:
                 box.saved, box.then = tensor, anew(tensor)
             if not waiting and not self._to_the_end:
-                raise _Made
+                raise _RemadeValues
             return tensor
 
         cpu, devices, states = self._random
@@ -142,7 +142,7 @@ class _Once:
             each.detach().requires_grad_(requires_grad)
             for each, requires_grad in zip(arguments, self._requires_grad, strict=True)
         ]
-        with torch.random.fork_rng(devices), noting(), torch.enable_grad(), suppress(_Made):
+        with torch.random.fork_rng(devices), noting(), torch.enable_grad(), suppress(_RemadeValues):
             torch.set_rng_state(cpu)
             set_device_states(devices, states)
             with saved_tensors_hooks(fill, _itself), self._second:

@@ -67,17 +67,17 @@ def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]
     notes = _notes.get()
     if notes is not None:
         storage = full.untyped_storage()
-        made = _Gathered(operator, _find(notes, source) or source, source._version, arguments, full)
+        made = _GatherSource(operator, _find(notes, source) or source, source._version, arguments, full)
         notes[storage._cdata] = weakref.ref(storage), made
 
 
-class _Gathered:
+class _GatherSource:
     """How a tensor was gathered: of `source`, which may have been gathered itself."""
 
     def __init__(
         self,
         operator: str,
-        source: Tensor | _Gathered,
+        source: Tensor | _GatherSource,
         version: int,
         arguments: tuple[Any, ...],
         full: Tensor,
@@ -88,7 +88,7 @@ class _Gathered:
     def restore(self) -> Tensor:
         """The full tensor, anew: a collective."""
         source = self.source
-        if isinstance(source, _Gathered):
+        if isinstance(source, _GatherSource):
             source = source.restore()
         else:
             self._check(source)
@@ -99,7 +99,7 @@ class _Gathered:
     def start(self) -> Callable[[], Tensor] | None:
         """Begin to `restore`; None where that takes more than one collective."""
         source = self.source
-        if isinstance(source, _Gathered):
+        if isinstance(source, _GatherSource):
             return None
         self._check(source)
         with torch.no_grad():
@@ -127,11 +127,11 @@ class _Gathered:
 class Anew:
     """A saved tensor, as a view of a gathered one."""
 
-    whole: _Gathered
+    whole: _GatherSource
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
-    early: Early | None = None  # what starts such gathers ahead, and this one's number there
+    early: EarlyGathers | None = None  # what starts such gathers ahead, and this one's number there
     number: int = -1
 
     def restore(self) -> Tensor:
@@ -140,7 +140,7 @@ class Anew:
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-class Early:
+class EarlyGathers:
     """The gathers of one backward, each started when the one before it is waited for.
 
     `order` says which number came after which in the last backward: the same on all ranks, as are backwards.
@@ -148,7 +148,7 @@ class Early:
 
     def __init__(self, order: dict[int, int]) -> None:
         self._order = order
-        self._items: list[_Gathered] = []
+        self._items: list[_GatherSource] = []
         self._started: dict[int, Callable[[], Tensor]] = {}
         self._last, self._task = -1, -1
 
@@ -173,7 +173,7 @@ class Early:
         return full
 
 
-Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _Gathered]]  # by the storage's address
+Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _GatherSource]]  # by the storage's address
 _notes: ContextVar[Notes | None] = ContextVar("gathered weights", default=None)
 
 
@@ -196,7 +196,7 @@ def anew(tensor: Tensor) -> Anew | None:
     return Anew(made, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _find(notes: Notes, tensor: Tensor) -> _Gathered | None:
+def _find(notes: Notes, tensor: Tensor) -> _GatherSource | None:
     """How the storage of `tensor` was gathered; None if it was not."""
     storage = tensor.untyped_storage()
     known, made = notes.get(storage._cdata, (None, None))
@@ -212,7 +212,7 @@ class _Packing:
 
     between: Between | None
     moving: Offloading | None
-    early: Early | None
+    early: EarlyGathers | None
 
     def pack(self, tensor: Tensor) -> _Packed | Box[_Packed]:
         found = anew(tensor)
@@ -232,7 +232,7 @@ def _freeing(between: Between | None, *, offloads: bool, order: dict[int, int] |
     before = halved.set(between)
     try:
         with noting(), offloading() if offloads else nullcontext() as moving:
-            packing = _Packing(between, moving, None if order is None else Early(order))
+            packing = _Packing(between, moving, None if order is None else EarlyGathers(order))
             with saved_tensors_hooks(packing.pack, packing.unpack):
                 yield
     finally:

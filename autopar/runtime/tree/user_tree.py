@@ -42,7 +42,7 @@ _EVERYWHERE = tuple(
 )  # by torch.nn.modules
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor of the serial model, this rank's part of it (None where it holds none), and how that lies."""
 
     whole: Tensor
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
     stored: Stored
 
 
-class Owner(NamedTuple):
+class ParameterOwner(NamedTuple):
     """Whose a parameter is: a tree, the first name there of what is tied, and how it lies."""
 
     tree: UserTree
@@ -104,7 +104,7 @@ class UserTree:
 
     # -- placing ------------------------------------------------------------------------------------
 
-    def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> list[Placed]:
+    def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> list[PlacedTensor]:
         """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
         another stage holds."""
         full = dict(self.named_tensors())
@@ -114,10 +114,10 @@ class UserTree:
         self._whole_lists = list(
             self._lists_with({id(full[name]): whole for name, whole in self._whole.items()})
         )
-        placed: dict[int, Placed] = {}
+        placed: dict[int, PlacedTensor] = {}
         for name, tensor in full.items():
             if id(tensor) not in placed:
-                placed[id(tensor)] = Placed(tensor, *store(name, tensor))
+                placed[id(tensor)] = PlacedTensor(tensor, *store(name, tensor))
             self.stored[name] = placed[id(tensor)].stored
         self._put({key: item.part for key, item in placed.items()})
         _trees.add(self)
@@ -146,13 +146,13 @@ class UserTree:
         _trees.add(tree)
         return tree
 
-    def owned(self) -> dict[int, Owner]:
+    def owned(self) -> dict[int, ParameterOwner]:
         """The parameters of this rank, by id."""
         first: dict[int, str] = {}
         for name, stored in self.stored.items():
             first.setdefault(id(stored), name)
         return {
-            id(tensor): Owner(self, first[id(self.stored[name])], self.stored[name])
+            id(tensor): ParameterOwner(self, first[id(self.stored[name])], self.stored[name])
             for name, tensor in self.named_tensors()
             if isinstance(tensor, nn.Parameter) and name in self.stored
         }
@@ -310,7 +310,7 @@ class UserTree:
         stand in for them.
         """
         with self.plain() as root, replacing(self.before), old_parameters.usable(self.old()):
-            kept = _Kept(self.modules)
+            kept = _ModuleContents(self.modules)
             for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
                 root.__dict__[name] = OrderedDict()
             try:
@@ -374,7 +374,7 @@ def placed_trees() -> list[UserTree]:
     return sorted(_trees, key=operator.attrgetter("number"))
 
 
-class _Kept:
+class _ModuleContents:
     """What modules hold before a trace, to be put back."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:

@@ -118,7 +118,7 @@ class _Whole:
 
 def _backward(order: dict[int, int], numbers: list[int]) -> list[str]:
     log: list[str] = []
-    early = regather.Early(order)
+    early = regather.EarlyGathers(order)
     for number in range(3):
         early.pack(regather.Anew(_Whole(number, log), torch.Size(), (), 0))  # type: ignore[arg-type]
     for number in numbers:

@@ -15,8 +15,8 @@ from autopar.runtime.parameters.gradient_buckets import (
     ALONE_BYTES,
     BUCKET_BYTES,
     Bucket,
+    BucketMember,
     GradientSync,
-    Member,
     Sums,
     assign,
 )
@@ -26,8 +26,8 @@ from tests.runtime.collectives.cases import TIMEOUT
 Pools = Callable[[int], Pool]
 
 
-def member(index: int, key: str = "a@2", dtype: torch.dtype = torch.float32, nbytes: int = 8) -> Member:
-    return Member(index, f"p{index}", key, dtype, nbytes)
+def member(index: int, key: str = "a@2", dtype: torch.dtype = torch.float32, nbytes: int = 8) -> BucketMember:
+    return BucketMember(index, f"p{index}", key, dtype, nbytes)
 
 
 def test_buckets_fill_in_order_and_hold_one_key_and_dtype() -> None:
