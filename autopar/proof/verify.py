@@ -44,7 +44,7 @@ from autopar.trace.call.call_signature import (
 from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
-from autopar.trace.state.module_state import Made
+from autopar.trace.state.module_state import NewState
 
 RATE, MOMENTUM = 0.01, 0.9
 Call = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]  # the model's, the loss's
@@ -144,7 +144,7 @@ def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[
     """Take steps of SGD after `backward_of` each, and note gradients and state."""
     learned = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    made = Made(model)
+    made = NewState(model)
     for step in range(steps):
         model.zero_grad()
         backward_of(step)

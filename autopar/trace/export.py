@@ -61,14 +61,14 @@ from autopar.trace.state.eager_answers import NOTE, Answers, heard, modules_them
 from autopar.trace.state.left_outside import Outside
 from autopar.trace.state.module_state import (
     Attributes,
-    Made,
+    NewState,
     attributes_of,
     buffers_of,
     check_cached,
     left_in,
     write_back,
 )
-from autopar.trace.state.shared_memory import ByName, Known, OthersLearn, held_by_name, stale
+from autopar.trace.state.shared_memory import ByName, ModelMemory, OthersLearn, held_by_name, stale
 from autopar.trace.values.asked_inputs import AskedInputs, Sources
 from autopar.trace.values.input_values import InputValues
 from autopar.trace.values.structure import (
@@ -117,7 +117,7 @@ class Traced:
         return replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
 
 
-class _Seen(NamedTuple):
+class _ForwardFindings(NamedTuple):
     """What forward shows beside its tensors: which is the loss, the refusals of those at the end, which it
     leaves somewhere, what a plan says of that, a line where values of inputs decide, and what forward
     changes once outside."""
@@ -130,7 +130,7 @@ class _Seen(NamedTuple):
     once: tuple[str, ...]
 
 
-class _Flat(nn.Module):
+class _FlatModel(nn.Module):
     """The model as a function of flat tensors to flat tensors, the loss first."""
 
     def __init__(
@@ -140,10 +140,10 @@ class _Flat(nn.Module):
         loss_fn: LossFunction | None,
         *,
         loss_only: bool,
-        known: Known,
+        known: ModelMemory,
         by_name: bool,
         answers: Answers,
-        record: Callable[[_Seen], None],
+        record: Callable[[_ForwardFindings], None],
         enter: Callable[[str], None],
         blame: Callable[[Sources], None],
         structure: Structure,
@@ -184,7 +184,7 @@ class _Flat(nn.Module):
     def _forward(self, whole: list[torch.Tensor], fakes: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         called = self.arguments.rebuild(tuple(whole))
         passed = pytree.tree_leaves(called)
-        buffers, attributes, made = buffers_of(self.model), attributes_of(self.model), Made(self.model)
+        buffers, attributes, made = buffers_of(self.model), attributes_of(self.model), NewState(self.model)
         reads = current()
         reads.loss = self.loss_fn
         reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
@@ -211,7 +211,7 @@ class _Flat(nn.Module):
         notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
         cached = [*left.cached, *beside]
         refusals = tuple(item.refusal for item in cached)
-        self.record(_Seen(results, place, refusals, notes, line, tuple(outside.once)))
+        self.record(_ForwardFindings(results, place, refusals, notes, line, tuple(outside.once)))
         write_back(buffers)
         return (*leaves, *(item.tensor for item in cached))
 
@@ -259,7 +259,7 @@ def trace(
     """
     check_dense(model)
     _check_names(model)
-    known, arguments = Known(model), flatten_arguments(args, kwargs or {})
+    known, arguments = ModelMemory(model), flatten_arguments(args, kwargs or {})
     arguments = replace(arguments, tensors=counting_writes(arguments.tensors))
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
@@ -367,7 +367,7 @@ def _trace_once(
     arguments: Arguments,
     loss_fn: LossFunction | None,
     *,
-    known: Known,
+    known: ModelMemory,
     autocast: Autocast,
     loss_only: bool,
     answers: Answers,
@@ -378,9 +378,9 @@ def _trace_once(
 ) -> Traced:
     """Trace once with this `structure`, if any; where it `evaluates`, so are integers of constants.
     With `by_name` what is `known` is taken for what the model holds by its name."""
-    seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
+    seen: list[_ForwardFindings] = []  # torch.export undoes what forward does to attributes
     parts, notes, blamed = [FORWARD], list[str](), [Sources()]
-    flat = _Flat(
+    flat = _FlatModel(
         model,
         arguments,
         loss_fn,
@@ -478,7 +478,7 @@ def _require_values(named: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: Known) -> None:
+def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: ModelMemory) -> None:
     """Raise InputError for parameters that only the loss has: no optimizer of the model would see them."""
     if not isinstance(loss_fn, nn.Module):
         return

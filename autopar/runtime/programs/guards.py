@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.tree.old_parameters import OldParameter
-from autopar.trace.reads.attribute_reads import ALL, Owner, Reads
+from autopar.trace.reads.attribute_reads import ALL, AttributeOwner, Reads
 from autopar.trace.reads.numbers import is_number
 from autopar.trace.reads.reachable_state import Namespace, filled_cells, is_python_class, members
 from autopar.trace.values.input_values import changed
@@ -189,7 +189,7 @@ class Guard:
         for name, value in zip(names, values, strict=True):
             self._follow(value, name)
 
-    def _own(self, owner: Owner) -> None:
+    def _own(self, owner: AttributeOwner) -> None:
         state, shown = owner.state, owner.kind.__name__
         names = [name for name in owner.names if name not in _ELSEWHERE and not name.startswith("__")]
         if state is not None:
@@ -214,7 +214,7 @@ class Guard:
         if not space.is_library:
             self._size(table, _Absent(space.names.keys(), frozenset(held)), space.shown)
 
-    def _own_of_others(self, owner: Owner, state: dict[str, Any], shown: str) -> None:
+    def _own_of_others(self, owner: AttributeOwner, state: dict[str, Any], shown: str) -> None:
         """What a module outside of the model has of its own: its mode, buffers, parameters, children."""
         if "training" in owner.names:
             self._add(state, _items(["training"]), [f"{shown}.training"])
@@ -232,7 +232,7 @@ class Guard:
         self._absent.append(absent)
         self._shown.append(shown)
 
-    def _class_attribute(self, owner: Owner, name: str) -> None:
+    def _class_attribute(self, owner: AttributeOwner, name: str) -> None:
         for kind in owner.kind.__mro__:
             if name in kind.__dict__:
                 break

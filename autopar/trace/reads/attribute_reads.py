@@ -35,7 +35,7 @@ _NOT_WATCHED = (torch.Tensor, nn.Module, type, Enum, types.ModuleType)
 
 
 @dataclass(slots=True)
-class Owner:
+class AttributeOwner:
     """An object whose attributes were read: `state` is its dictionary, None for one of slots.
 
     `find` gives it, None once it is gone, as what forward made for itself."""
@@ -50,7 +50,7 @@ class Reads:
     """The attributes that were read, by their owners, and what code can reach by name."""
 
     def __init__(self, *, keeps: bool = True) -> None:
-        self.owners: dict[int, Owner] = {}
+        self.owners: dict[int, AttributeOwner] = {}
         self.reachable = Reachable(self._watch)
         self.roots: tuple[Any, ...] = ()
         self._ran: set[types.CodeType] = set()
@@ -162,14 +162,14 @@ class Reads:
             self._tracers.add(module)
         return module in self._tracers
 
-    def _owner(self, value: Any) -> Owner:
+    def _owner(self, value: Any) -> AttributeOwner:
         try:
             state = object.__getattribute__(value, "__dict__")
         except AttributeError:  # of slots alone
             state = None
         key = id(value) if state is None else id(state)
         if key not in self.owners:
-            self.owners[key] = Owner(type(value), state, _finder(value))
+            self.owners[key] = AttributeOwner(type(value), state, _finder(value))
         return self.owners[key]
 
 

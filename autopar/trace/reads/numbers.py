@@ -296,25 +296,25 @@ def marked(values: Sequence[Any]) -> list[float]:
 
 def watched(values: Sequence[Any]) -> list[float]:
     """Floats for code that runs apart from the trace, and must not decide by those that may be others."""
-    return [_Watched(value) if type(value) is Number else value for value in values]
+    return [_WatchedFloat(value) if type(value) is Number else value for value in values]
 
 
 def _watching(name: str) -> Callable[..., Any]:
     own = getattr(float, name)
 
-    def method(self: _Watched, *others: Any) -> Any:
+    def method(self: _WatchedFloat, *others: Any) -> Any:
         self.number._numbers.escapes(f"{name} in a custom backward")
         return own(self, *others)
 
     return method
 
 
-class _Watched(float):
+class _WatchedFloat(float):
     """A float that notes when something decides by it."""
 
     number: Number
 
-    def __new__(cls, number: Number) -> _Watched:
+    def __new__(cls, number: Number) -> _WatchedFloat:
         made = super().__new__(cls, number._value)
         made.number = number
         return made

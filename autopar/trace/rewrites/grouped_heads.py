@@ -22,7 +22,7 @@ WIDEST = 256  # elements of a head, of which fused kernels take shared keys
 
 def with_grouped_heads(graph: Graph) -> Graph:
     """The graph whose attention takes keys and values by groups of heads, where they were spread for it."""
-    reader = _Reader(graph)
+    reader = _HeadReader(graph)
     operators = tuple(each for item in graph.operators for each in reader.read(item))
     if operators == graph.operators:
         return graph
@@ -30,14 +30,14 @@ def with_grouped_heads(graph: Graph) -> Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
+class _SpreadHeads:
     """A tensor whose heads are spread over several, and then cast."""
 
     source: str
     casts: tuple[Operator, ...]  # the first one first
 
 
-class _Reader:
+class _HeadReader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.makers = {name: item for item in graph.operators for name in item.results if name}
@@ -67,13 +67,13 @@ class _Reader:
         keys, values = self._shape(key), self._shape(value)
         return keys[-3] == values[-3] and keys[-1] == values[-1] <= WIDEST
 
-    def _spread(self, name: str) -> _Spread | None:
+    def _spread(self, name: str) -> _SpreadHeads | None:
         casts: list[Operator] = []
         while (maker := self.makers.get(name)) is not None and facts_of(maker.target).is_cast:
             casts.insert(0, maker)
             name = maker.operands[0]
         source = self._before_reshape(name)
-        return None if source is None else _Spread(source, tuple(casts))
+        return None if source is None else _SpreadHeads(source, tuple(casts))
 
     def _before_reshape(self, name: str) -> str | None:
         """The tensor (..., h, s, e) of which `name`, (..., h n, s, e), has each head n times."""
@@ -98,7 +98,7 @@ class _Reader:
         found = [self._shape(each) for each in (name, copied.operands[0], expanded.operands[0])]
         return source if found == shapes and times > 1 else None
 
-    def _cast(self, spread: _Spread, casts: list[Operator]) -> str:
+    def _cast(self, spread: _SpreadHeads, casts: list[Operator]) -> str:
         """The source, cast; `casts` take what that needs."""
         name = spread.source
         for item in spread.casts:

@@ -35,14 +35,14 @@ def with_known_masks(graph: Graph) -> Graph:
     masks = [(item, facts_of(item.target).attention) for item in graph.operators]
     if all(names is None for _, names in masks):
         return graph
-    known = _Known(graph)
+    known = _ConstantValues(graph)
     operators = tuple(item if names is None else _told(item, names, known) for item, names in masks)
     if operators == graph.operators:
         return graph
     return without_dead_code(replace(graph, operators=operators))
 
 
-def _told(item: Operator, names: AttentionArguments, known: _Known) -> Operator:
+def _told(item: Operator, names: AttentionArguments, known: _ConstantValues) -> Operator:
     given = arguments_of(item)
     mask = given.get(names.mask)
     if mask is None or given.get(names.causal):
@@ -53,7 +53,7 @@ def _told(item: Operator, names: AttentionArguments, known: _Known) -> Operator:
     return called(item, given | {names.mask: None, names.causal: causal})
 
 
-class _Known:
+class _ConstantValues:
     """Values that follow from constants alone."""
 
     def __init__(self, graph: Graph) -> None:

@@ -30,7 +30,7 @@ _EMPTY = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "amax": -math.inf, "amin": 
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RowPlacement:
     """Rows of `source` along `dim` that go to the rows `index` of `into`, or of nothing but a `length`.
 
     `reduce` is "copy", or how rows that meet are reduced, with what is there if it `includes` that.
@@ -58,7 +58,7 @@ class RowPlacer:
         self.specs, self.makers, self.constant = specs, makers, constant
         self.written: list[Operator] = []
 
-    def write(self, item: Operator, placed: Placed) -> list[Operator] | None:
+    def write(self, item: Operator, placed: RowPlacement) -> list[Operator] | None:
         """Operators that do what `item` does, None if it has to stay as it is."""
         self.item, self.placed, self.written = item, placed, []
         length = self.specs[placed.into].shape[placed.dim] if placed.into else placed.length

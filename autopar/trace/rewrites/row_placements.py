@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Operator, Ref, TensorSpec, may_learn
-from autopar.trace.rewrites.placed_rows import Placed
+from autopar.trace.rewrites.placed_rows import RowPlacement
 
 aten = torch.ops.aten
 _SLICE: tuple[Any, ...] = (0, None, None, 1)  # dim, start, stop and step, if not said
@@ -33,7 +33,7 @@ class PlacementReader:
     ) -> None:
         self._specs, self._fixed, self._value, self._rows = specs, fixed, value, rows
 
-    def read(self, item: Operator) -> tuple[list[Operator], Placed | None]:
+    def read(self, item: Operator) -> tuple[list[Operator], RowPlacement | None]:
         """Which rows an operator places where, if constants say so, and what makes these rows."""
         match item.target:
             case aten.scatter_add.default:
@@ -54,7 +54,7 @@ class PlacementReader:
             case _:
                 return [], None
 
-    def _scattered(self, item: Operator, reduce: str, *, includes: bool) -> Placed | None:
+    def _scattered(self, item: Operator, reduce: str, *, includes: bool) -> RowPlacement | None:
         """Read a scatter by an index as large as what it places, if it names whole rows."""
         itself, dim, index, source = item.args[:4]
         shape, wanted = self._specs[source.name].shape, self._specs[itself.name].shape
@@ -66,9 +66,9 @@ class PlacementReader:
         rows = self._rows(index.name, dim)
         if rows is None:
             return None
-        return Placed(dim, self._value(rows), source.name, reduce, itself.name, includes=includes)
+        return RowPlacement(dim, self._value(rows), source.name, reduce, itself.name, includes=includes)
 
-    def _indexed(self, item: Operator) -> Placed | None:
+    def _indexed(self, item: Operator) -> RowPlacement | None:
         """Read an operator whose index has one element for each row."""
         itself, dim, index, source, *reduce = item.args
         shape = self._specs[source.name].shape
@@ -79,11 +79,11 @@ class PlacementReader:
         how = "copy" if item.target is aten.index_copy.default else "sum"
         includes = bool(item.kwargs.get("include_self", True)) and how == "sum"
         rows = self._value(index.name)
-        return Placed(
+        return RowPlacement(
             dim % len(shape), rows, source.name, reduce[0] if reduce else how, itself.name, includes=includes
         )
 
-    def _sliced(self, item: Operator) -> Placed | None:
+    def _sliced(self, item: Operator) -> RowPlacement | None:
         """Read a slice of dim 0 that is written."""
         itself, source, *rest = item.args
         dim, start, stop, step = (*rest, *_SLICE[len(rest) :])
@@ -91,9 +91,9 @@ class PlacementReader:
         if dim % len(shape) or any(isinstance(each, Ref) for each in (start, stop, step)):
             return None
         rows = torch.arange(shape[0])[slice(start, stop, step)]
-        return Placed(0, rows, source.name, "copy", itself.name)
+        return RowPlacement(0, rows, source.name, "copy", itself.name)
 
-    def _put(self, item: Operator) -> tuple[list[Operator], Placed | None]:
+    def _put(self, item: Operator) -> tuple[list[Operator], RowPlacement | None]:
         """Read x[:, rows] = values, which may have to be expanded."""
         itself, indices, source, *accumulate = item.args
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -116,10 +116,10 @@ class PlacementReader:
                 replace(item, name=name, target=aten.expand.default, args=args, kwargs={}, results=(name,))
             ]
         adds = bool(accumulate and accumulate[0])
-        placed = Placed(dim, rows, name, "sum" if adds else "copy", itself.name, includes=adds)
+        placed = RowPlacement(dim, rows, name, "sum" if adds else "copy", itself.name, includes=adds)
         return before, placed
 
-    def _segments(self, item: Operator) -> Placed | None:
+    def _segments(self, item: Operator) -> RowPlacement | None:
         """Read runs of rows, one after the other, whose lengths or bounds are constants."""
         (source, reduce), said = item.args, item.kwargs
         ends = said.get("lengths") or said.get("offsets")
@@ -135,4 +135,4 @@ class PlacementReader:
             return None
         index = torch.arange(len(lengths)).repeat_interleave(lengths)
         reduce = {"max": "amax", "min": "amin"}.get(reduce, reduce)
-        return Placed(0, index, source.name, reduce, length=len(lengths), initial=initial)
+        return RowPlacement(0, index, source.name, reduce, length=len(lengths), initial=initial)

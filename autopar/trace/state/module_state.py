@@ -114,7 +114,7 @@ def _shown(value: torch.Tensor | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ModuleChanges:
     """What forward left in its modules: `values` by path and name.
 
     `cached` are tensors that it reads where they are there already: they must be the same at every call.
@@ -134,7 +134,7 @@ class Left:
         )
 
 
-def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
+def left_in(model: nn.Module, before: State, reads: Reads) -> ModuleChanges:
     """What forward has left in `model`, and put nowhere else.
 
     Raises TraceError for lists that it changes otherwise than by tensors.
@@ -165,7 +165,7 @@ def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
         for name in vars(module)
         if (path, name) in values and reads.has(vars(module), name)
     ]
-    return Left(values, tuple(cached), tuple(counted))
+    return ModuleChanges(values, tuple(cached), tuple(counted))
 
 
 def _changes(path: str, name: str, value: Any) -> TraceError:
@@ -224,7 +224,7 @@ class Attributes:
                 value.extend(content)
 
 
-class Made:
+class NewState:
     """Parameters and buffers that forward makes, beside those that a model has as it begins.
 
     A buffer that no state dict has, and that was empty or of another shape, is made anew.

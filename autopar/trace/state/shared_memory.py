@@ -86,7 +86,7 @@ def replacing(memory: Memory) -> Iterator[None]:
         _earlier.reset(token)
 
 
-class Known:
+class ModelMemory:
     """What a model holds and has held, as its trace begins."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -129,7 +129,7 @@ def stale(where: str, name: str) -> TraceError:
 class ByName(TorchFunctionMode):
     """Within, torch's functions take each of the `known` tensors for what is `held` by its name now."""
 
-    def __init__(self, known: Known, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, known: ModelMemory, held: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._known, self._held = known, held
 
@@ -144,7 +144,7 @@ class ByName(TorchFunctionMode):
 class OthersLearn(TorchFunctionMode):
     """Within, what requires gradients and isn't `known` as the model's is refused where these would flow."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ModelMemory) -> None:
         super().__init__()
         self._known = known
 

@@ -53,8 +53,8 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed:
-    """What a function makes of inputs; its arguments hold `Input` and `Computed` where it takes tensors.
+class ComputedValue:
+    """What a function makes of inputs; its arguments hold `Input` and `ComputedValue` where it takes tensors.
 
     Each is one of its own, also in a table: what is freed leaves its place in memory to another."""
 
@@ -65,11 +65,11 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _KnownTensor:
     """A tensor, held to keep its identity, whose value is known as of a version, which views share."""
 
     tensor: Tensor
-    value: Input | Computed
+    value: Input | ComputedValue
     version: int
 
 
@@ -86,36 +86,36 @@ class _OnCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class InputDecision:
     """Something that forward asked of its inputs, the answer, and the user's line; `of_values`, or of how
     they lie."""
 
-    asked: Computed
+    asked: ComputedValue
     answer: Any
     line: str
     of_values: bool = True
 
-    def holds(self, tensors: Sequence[Tensor], known: dict[Computed, Any]) -> bool:
+    def holds(self, tensors: Sequence[Tensor], known: dict[ComputedValue, Any]) -> bool:
         """Whether a call's tensors give the same answer; `known` are values of this call."""
         answer = evaluate(self.asked, tensors, known)
         return type(answer) is type(self.answer) and bool(answer == self.answer)
 
 
-def changed(decisions: Sequence[Decision], tensors: Sequence[Tensor]) -> Decision | None:
+def changed(decisions: Sequence[InputDecision], tensors: Sequence[Tensor]) -> InputDecision | None:
     """The first one whose answer is another for these tensors."""
     if not decisions:
         return None
-    known: dict[Computed, Any] = {}
+    known: dict[ComputedValue, Any] = {}
     with torch.no_grad():
         return next((item for item in decisions if not item.holds(tensors, known)), None)
 
 
-def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[Computed, Any]) -> Any:
+def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[ComputedValue, Any]) -> Any:
     """The value for the tensors of a call; each function runs once."""
     match value:
         case Input():
             return tensors[value.place]
-        case Computed():
+        case ComputedValue():
             if value not in known:
                 of = partial(evaluate, tensors=tensors, known=known)
                 args, kwargs = tree_map(of, (value.args, value.kwargs))
@@ -134,8 +134,8 @@ class InputValues(TorchFunctionMode):
     def __init__(self, fakes: Mapping[int, Tensor], tensors: Sequence[Tensor], reads: Reads) -> None:
         super().__init__()
         self._tensors, self._reads = tensors, reads
-        self._known: dict[Computed, Any] = {}  # values of the call
-        self._made: dict[int, _Known] = {}
+        self._known: dict[ComputedValue, Any] = {}  # values of the call
+        self._made: dict[int, _KnownTensor] = {}
         if not any(tensor.is_meta for tensor in tensors):
             for place, fake in fakes.items():
                 self._remember(fake, Input(place))
@@ -151,7 +151,7 @@ class InputValues(TorchFunctionMode):
             return function(*args, **kwargs)
         if function == _GRAD_FN.__get__:
             return self._node_of(taken[0])
-        asked = Computed(function, self._by_value(args), self._by_value(kwargs))
+        asked = ComputedValue(function, self._by_value(args), self._by_value(kwargs))
         if function in _ANSWERS and not (function in _WHOLE and taken[0].is_floating_point()):
             return self._answer(asked, lambda: function(*args, **kwargs))
         result = function(*args, **kwargs)
@@ -174,13 +174,15 @@ class InputValues(TorchFunctionMode):
             shape = tuple(result.shape)
             if function in _FILLED and not any(isinstance(size, torch.SymInt) for size in shape):
                 self._remember(
-                    result, Computed(torch.full, (shape, _FILLED[function]), {"dtype": result.dtype})
+                    result, ComputedValue(torch.full, (shape, _FILLED[function]), {"dtype": result.dtype})
                 )
             elif function in _MAKERS and plain:
-                self._remember(result, Computed(function, self._by_value(args), {**kwargs, "device": None}))
+                self._remember(
+                    result, ComputedValue(function, self._by_value(args), {**kwargs, "device": None})
+                )
         return result
 
-    def _answer(self, asked: Computed, otherwise: Callable[[], Any]) -> Any:
+    def _answer(self, asked: ComputedValue, otherwise: Callable[[], Any]) -> Any:
         """The answer for the call; where random numbers decide, what happens `otherwise`."""
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
             state = torch.get_rng_state()
@@ -192,7 +194,7 @@ class InputValues(TorchFunctionMode):
             return otherwise()
         if _takes_inputs(asked):
             of_values = asked.function not in _LIES
-            self._reads.decisions.append(Decision(asked, answer, calling_line(), of_values))
+            self._reads.decisions.append(InputDecision(asked, answer, calling_line(), of_values))
         return answer
 
     def _node_of(self, tensor: Tensor) -> Any:
@@ -200,10 +202,10 @@ class InputValues(TorchFunctionMode):
         known = self._made[id(tensor)].value
         if not isinstance(known, Input):
             return _GRAD_FN.__get__(tensor)
-        is_leaf = self._answer(Computed(_IS_LEAF.__get__, (known,), {}), lambda: True)
+        is_leaf = self._answer(ComputedValue(_IS_LEAF.__get__, (known,), {}), lambda: True)
         return None if is_leaf else self._tensors[known.place].grad_fn
 
-    def _remember_all(self, result: Any, made: Computed) -> None:
+    def _remember_all(self, result: Any, made: ComputedValue) -> None:
         match result:
             case Tensor() if not self._is_known(result):
                 self._remember(result, made)
@@ -212,8 +214,8 @@ class InputValues(TorchFunctionMode):
                     if isinstance(item, Tensor) and not self._is_known(item):
                         self._remember(item, replace(made, index=index))
 
-    def _remember(self, tensor: Tensor, value: Input | Computed) -> None:
-        self._made[id(tensor)] = _Known(tensor, value, tensor._version)
+    def _remember(self, tensor: Tensor, value: Input | ComputedValue) -> None:
+        self._made[id(tensor)] = _KnownTensor(tensor, value, tensor._version)
 
     def _by_value(self, value: Any) -> Any:
         """The arguments with what is known of tensors, which have values also where devices have none."""
@@ -235,6 +237,6 @@ def _with_values(device: torch.device) -> torch.device:
 
 def _takes_inputs(value: Any) -> bool:
     """Whether a value follows from inputs of the call."""
-    if isinstance(value, Computed):
+    if isinstance(value, ComputedValue):
         return any(map(_takes_inputs, tree_leaves((value.args, dict(value.kwargs)))))
     return isinstance(value, Input)

@@ -35,11 +35,11 @@ from autopar.trace.forms.simplify import without_dead_code, without_identities
 from autopar.trace.forms.spread_out import CONTIGUOUS, spreads_out
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.forward.checkpoint_regions import region_of
-from autopar.trace.state.shared_memory import Known, held_by_name
+from autopar.trace.state.shared_memory import ModelMemory, held_by_name
 from autopar.trace.values.asked_inputs import inputs_behind
 from autopar.trace.write.casts import Casts
 from autopar.trace.write.in_place import InPlaceWrites
-from autopar.trace.write.kept_rows import Kept, KeptRows, NumberKept, Places
+from autopar.trace.write.kept_rows import KeptRows, NumberKept, Places, SelectedRows
 from autopar.trace.write.written_graph import WrittenGraph, input_name, refused, spec_of
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class GraphBuilder:
         arguments: Arguments,
         exported: Any,
         *,
-        known: Known,
+        known: ModelMemory,
         autocast: Autocast,
         traced_on: str,
         structure: Collection[int] = (),
@@ -178,7 +178,7 @@ class GraphBuilder:
         """What the `node` at the end of a graph gives; raises ValuesAskedError for sizes by values."""
         found = [self.graph.value(item) for item in node.args[0]]  # type: ignore[union-attr]
         for value, item in zip(found, node.args[0], strict=True):  # type: ignore[arg-type]
-            if isinstance(value, (Kept, Places, NumberKept)) and not self.inlining:
+            if isinstance(value, (SelectedRows, Places, NumberKept)) and not self.inlining:
                 raise self.kept.refused(item, "an output")
         return found
 
@@ -251,7 +251,7 @@ class GraphBuilder:
 
     def detached(self, node: fx.Node, value: Any) -> Any:
         """`value` without gradient, which a region runs on: its own operators are like any others."""
-        if isinstance(value, Kept):
+        if isinstance(value, SelectedRows):
             return replace(value, ref=self.detached(node, value.ref))
         if not isinstance(value, Ref) or not self.graph.specs[value.name].requires_grad:
             return value

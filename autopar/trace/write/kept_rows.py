@@ -46,7 +46,7 @@ Write = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SelectedRows:
     """The rows of `ref` [L, ...] that the flat mask `mask` [L] keeps."""
 
     ref: Ref
@@ -104,7 +104,7 @@ class KeptRows:
     def concerns(self, target: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call makes rows of a mask, or takes some."""
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, (Kept, Places, NumberKept)) for leaf in leaves):
+        if any(isinstance(leaf, (SelectedRows, Places, NumberKept)) for leaf in leaves):
             return True
         return target in (aten.masked_select.default, aten.nonzero.default, *_PLACES) or (
             target is aten.index.Tensor and self._mask_of(args) is not None
@@ -116,7 +116,7 @@ class KeptRows:
         """What such a call gives; `write` writes an operator on all rows."""
         self._write = write
         leaves = pytree.tree_leaves((args, kwargs))
-        kept = [leaf for leaf in leaves if isinstance(leaf, Kept)]
+        kept = [leaf for leaf in leaves if isinstance(leaf, SelectedRows)]
         if target is aten.index.Tensor and (mask := self._mask_of(args)) is not None:
             return self._keep(node, args[0], mask)
         if target is aten.masked_select.default and all(isinstance(item, Ref) for item in args):
@@ -162,7 +162,7 @@ class KeptRows:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _keep(self, node: fx.Node, x: Ref, mask: Ref) -> Kept:
+    def _keep(self, node: fx.Node, x: Ref, mask: Ref) -> SelectedRows:
         """The rows of `x` that `mask` keeps, whose leading dims are the mask's."""
         specs = self._graph.specs
         given, shape = specs[x.name], specs[mask.name].shape
@@ -174,7 +174,7 @@ class KeptRows:
         flat = self._masks[number]
         rows = self._reshaped(node, x.name, (math.prod(shape), *given.shape[len(shape) :]))
         fill = 1 if given.dtype.is_floating_point or given.dtype.is_complex else 0
-        return Kept(Ref(self._filled(node, rows, flat, fill, mark=True)), flat)
+        return SelectedRows(Ref(self._filled(node, rows, flat, fill, mark=True)), flat)
 
     def _reshaped(self, node: fx.Node, name: str, shape: tuple[int, ...]) -> str:
         spec = self._graph.specs[name]
@@ -193,7 +193,7 @@ class KeptRows:
             self._of_rows.add(made)
         return made
 
-    def _made(self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: Kept) -> Any:
+    def _made(self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: SelectedRows) -> Any:
         given = arguments_of(Operator("", target, args, kwargs, ()))
         if target in _SUMS + _MEANS:
             return self._reduced(node, target, given, one)
@@ -201,7 +201,7 @@ class KeptRows:
             filled = Ref(self._filled(node, one.ref.name, one.mask, 0))
             return self._write(node, target, (filled, *args[1:]), kwargs, node.meta["val"])
         reduction = _reduction(target, given)
-        if target in _BY_IGNORING and reduction != _NONE and isinstance(given["target"], Kept):
+        if target in _BY_IGNORING and reduction != _NONE and isinstance(given["target"], SelectedRows):
             return self._ignoring(node, target, given, one)
         if reduction != _NONE:
             each = called(Operator("", target, args, kwargs, ()), given | {"reduction": _NONE})
@@ -214,13 +214,13 @@ class KeptRows:
         shapes = [self._spec(item).shape for item in pytree.tree_leaves((args, kwargs)) if _is_tensor(item)]
         return tuple(torch.broadcast_shapes(*shapes))
 
-    def _spec(self, item: Ref | Kept) -> TensorSpec:
-        return self._graph.specs[(item.ref if isinstance(item, Kept) else item).name]
+    def _spec(self, item: Ref | SelectedRows) -> TensorSpec:
+        return self._graph.specs[(item.ref if isinstance(item, SelectedRows) else item).name]
 
     # -- what is made of them -----------------------------------------------------------------
 
     def _by_rows(
-        self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: Kept, shape: Any = None
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: SelectedRows, shape: Any = None
     ) -> Any:
         """What an operator makes of rows one by one."""
         length = self._graph.specs[one.mask].shape[0]
@@ -232,7 +232,7 @@ class KeptRows:
             raise self.refused(node, str(target))
         before = len(self._graph.operators)
         full_args, full_kwargs = pytree.tree_map(
-            lambda leaf: leaf.ref if isinstance(leaf, Kept) else leaf, (args, kwargs)
+            lambda leaf: leaf.ref if isinstance(leaf, SelectedRows) else leaf, (args, kwargs)
         )
         results = self._write(node, target, full_args, full_kwargs, values)
         for item in self._graph.operators[before:]:  # it may begin with casts, of weights too
@@ -242,7 +242,7 @@ class KeptRows:
                 raise self.refused(node, str(target))
             self._of_rows |= {name for name in item.results if name}
         return pytree.tree_map_only(
-            Ref, lambda ref: Kept(ref, one.mask), results, is_leaf=lambda item: isinstance(item, Ref)
+            Ref, lambda ref: SelectedRows(ref, one.mask), results, is_leaf=lambda item: isinstance(item, Ref)
         )
 
     def _is_by_rows(self, item: Operator) -> bool:
@@ -261,7 +261,7 @@ class KeptRows:
         results = all(labels and labels[0] == factor for labels in equation.results)
         return mine and results and set(places) == {0}
 
-    def _reduced(self, node: fx.Node, target: Any, given: dict[str, Any], one: Kept) -> Any:
+    def _reduced(self, node: fx.Node, target: Any, given: dict[str, Any], one: SelectedRows) -> Any:
         """A sum or mean over rows, or of each row if dim 0 isn't among its dims."""
         spec = self._graph.specs[one.ref.name]
         dims = given.get("dim")
@@ -286,14 +286,14 @@ class KeptRows:
             mean = self._graph.add(node, aten._to_copy.default, (Ref(mean),), spec, dtype=spec.dtype)
         return Ref(mean)
 
-    def _ignoring(self, node: fx.Node, target: Any, given: dict[str, Any], one: Kept) -> Any:
+    def _ignoring(self, node: fx.Node, target: Any, given: dict[str, Any], one: SelectedRows) -> Any:
         """A loss of classes, of which rows that are left out have none."""
         classes = self._graph.specs[given["target"].ref.name]
         if classes.dtype.is_floating_point:
             raise self.refused(node, f"{target} of probabilities")
         ignored = given.get("ignore_index", -100)
         filled = Ref(self._filled(node, given["target"].ref.name, one.mask, ignored))
-        rows = {name: item.ref if isinstance(item, Kept) else item for name, item in given.items()}
+        rows = {name: item.ref if isinstance(item, SelectedRows) else item for name, item in given.items()}
         call = called(Operator("", target, (), {}, ()), rows | {"target": filled})
         return self._write(node, target, call.args, call.kwargs, node.meta["val"])
 
@@ -307,7 +307,7 @@ class KeptRows:
             if number not in self._masks:
                 self._masks[number] = self._reshaped(node, item.mask.name, (size,))
             return NumberKept(self._masks[number])
-        if not isinstance(item, Kept) or (len(args) > 1 and args[1] != 0):
+        if not isinstance(item, SelectedRows) or (len(args) > 1 and args[1] != 0):
             raise self.refused(node, "a size")
         rest = 1 if len(args) > 1 else math.prod(self._graph.specs[item.ref.name].shape[1:])
         return NumberKept(item.mask, rest)
@@ -356,7 +356,7 @@ def _tensor(item: Any) -> Ref | None:
     match item:
         case Ref():
             return item
-        case Kept() | NumberKept():
+        case SelectedRows() | NumberKept():
             return Ref(item.mask)
         case Places():
             return item.mask
@@ -364,7 +364,7 @@ def _tensor(item: Any) -> Ref | None:
 
 
 def _is_tensor(item: Any) -> bool:
-    return isinstance(item, (Ref, Kept))
+    return isinstance(item, (Ref, SelectedRows))
 
 
 def _reduction(target: Any, given: dict[str, Any]) -> int:
