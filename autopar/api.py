@@ -39,7 +39,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.errors import InputError
     from autopar.explaining.asked import AskedPlan
     from autopar.explaining.explain import explained
-    from autopar.explaining.frontier import SECONDS, frontier
+    from autopar.explaining.frontier import FRONTIER_SECONDS, frontier
     from autopar.integrations import stock
     from autopar.planning.asked.option_environment import settle, settle_beside_plan
     from autopar.planning.asked.options import (
@@ -62,7 +62,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.planning.busy_neighbours import busy_neighbours
     from autopar.planning.given_plan import agree_on_plan, plan_to_run
     from autopar.planning.planner import Planner
-    from autopar.proof.changes import MOST
+    from autopar.proof.changes import MOST_CHANGES
     from autopar.proof.check import Report, check, check_compiled, check_input
     from autopar.results.comparison.comparison import Comparison
     from autopar.results.comparison.measured_steps import MeasuredSteps, read_measured
@@ -279,7 +279,7 @@ def verify(
     *,
     steps: int = 3,
     processes: bool = False,
-    changes: int = MOST,
+    changes: int = MOST_CHANGES,
     **options: Unpack[VerifyOptions],
 ) -> Report:
     """Prove the plan of `target` against eager serial training in float64, over `steps` steps of SGD.
@@ -421,7 +421,7 @@ def report(
     check_cluster(cluster)
     assert cluster is not None
     serial_model.check(made.model)
-    seconds = SECONDS if frontier_seconds is None else frontier_seconds
+    seconds = FRONTIER_SECONDS if frontier_seconds is None else frontier_seconds
     with notebook_bar(progress) as shown:
         asked = AskedPlan(made, cluster, said, shown)
         found = asked.plan(alternatives=True)

@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from reprlib import Repr
 from typing import Any
 
-LONGEST = 400  # characters of a message: more nobody reads, and what is wrong may be a file of 100 MB
-SHOWN = 80  # characters of a value that a message repeats
-DIGITS = 40  # of a whole number that it repeats
+LONGEST_MESSAGE = 400  # characters of a message: more nobody reads, and what is wrong may be a file of 100 MB
+SHOWN_CHARACTERS = 80  # characters of a value that a message repeats
+SHOWN_DIGITS = 40  # of a whole number that it repeats
 _READ = 10_000  # of a text, that are looked at
 _FIELDS = ("where", "found", "wanted", "remedy")
 _FORM = "{where}: found {found}, wanted {wanted}; {remedy}"
@@ -40,7 +40,7 @@ class _Shown(Repr):
     """Python's own short `repr`, of huge numbers and of objects that only have an address too."""
 
     def repr_int(self, number: int, _: int) -> str:
-        if abs(number) < 10**DIGITS:
+        if abs(number) < 10**SHOWN_DIGITS:
             return repr(number)
         return f"a number of {int(math.log10(abs(number))) + 1:,} digits"
 
@@ -48,23 +48,25 @@ class _Shown(Repr):
         return f"{number:g}"
 
     def repr_str(self, text: str, _: int) -> str:
-        text = cut_paths(text[:_READ], SHOWN - 2)
-        return cut_text(repr(text[:SHOWN]) + text[SHOWN : SHOWN + 1], SHOWN)
+        text = cut_paths(text[:_READ], SHOWN_CHARACTERS - 2)
+        return cut_text(
+            repr(text[:SHOWN_CHARACTERS]) + text[SHOWN_CHARACTERS : SHOWN_CHARACTERS + 1], SHOWN_CHARACTERS
+        )
 
     def repr_instance(self, value: object, _: int) -> str:
         try:
             text = repr(value)
         except Exception:  # the user's class may raise anything
             return f"a {type(value).__name__}"
-        return f"a {type(value).__name__}" if _ADDRESS.search(text) else cut_text(text, SHOWN)
+        return f"a {type(value).__name__}" if _ADDRESS.search(text) else cut_text(text, SHOWN_CHARACTERS)
 
 
 _SHOWN = _Shown()
 
 
 def show_value(value: object) -> str:
-    """A value as messages repeat it: at most `SHOWN` characters, whatever it is, without addresses."""
-    return cut_text(_SHOWN.repr(value), SHOWN)
+    """A value as messages repeat it: at most `SHOWN_CHARACTERS` characters, without addresses."""
+    return cut_text(_SHOWN.repr(value), SHOWN_CHARACTERS)
 
 
 def fit(texts: Mapping[str, str], room: int) -> dict[str, str]:
@@ -72,7 +74,7 @@ def fit(texts: Mapping[str, str], room: int) -> dict[str, str]:
     are cut, to equal lengths."""
     fitted: dict[str, str] = {}
     if sum(map(len, texts.values())) > room:
-        texts = {name: cut_paths(text[:_READ], SHOWN) for name, text in texts.items()}
+        texts = {name: cut_paths(text[:_READ], SHOWN_CHARACTERS) for name, text in texts.items()}
     for index, name in enumerate(sorted(texts, key=lambda name: len(texts[name]))):
         fitted[name] = cut_text(texts[name], room // (len(texts) - index))
         room -= len(fitted[name])
@@ -82,7 +84,7 @@ def fit(texts: Mapping[str, str], room: int) -> dict[str, str]:
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 
-    A message has at most `LONGEST` characters: its longest parts are cut. `exit_code` is what the
+    A message has at most `LONGEST_MESSAGE` characters: its longest parts are cut. `exit_code` is what the
     command line returns for it: 1 a check failed, 2 bad input or infeasible, 3 no incumbent in time,
     4 a worker failed.
     """
@@ -92,7 +94,7 @@ class AutoparError(Exception):
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
         texts = {"where": where, "found": found, "wanted": wanted, "remedy": remedy}
         texts = {name: _ADDRESS.sub("", text) for name, text in texts.items()}
-        texts = fit(texts, LONGEST - len(_FORM.format(**dict.fromkeys(texts, ""))))
+        texts = fit(texts, LONGEST_MESSAGE - len(_FORM.format(**dict.fromkeys(texts, ""))))
         self.where, self.found, self.wanted, self.remedy = (texts[name] for name in _FIELDS)
         super().__init__(_FORM.format(**texts))
 

@@ -36,7 +36,7 @@ RATES: Mapping[str, float] = {f"{unit}/s": scale for unit, scale in {**BYTES, **
 FLOPS: Mapping[str, float] = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 SECONDS: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
-LONGEST = 40  # characters of a quantity: what is larger than 1e40 of anything is a slip
+LONGEST_QUANTITY = 40  # characters of a quantity: what is larger than 1e40 of anything is a slip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([^\d\s.]+)\s*")
 
 
@@ -76,7 +76,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def _parse(text: str, units: Mapping[str, float], *, where: str, wanted: str, example: str) -> float:
-    match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
+    match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST_QUANTITY else None
     if match and match[2] in units:
         # In decimal, so that 10us is the float nearest to 0.00001.
         return float(Decimal(match[1]) * Decimal(str(units[match[2]])))

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.errors import SHOWN, InputError, cut_text, show_value
+from autopar.errors import SHOWN_CHARACTERS, InputError, cut_text, show_value
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 KEYS = {"operators": "key", "collectives": "kind", "devices": "name"}  # what errors call a row by
@@ -72,7 +72,7 @@ def check_row(table: str, row: Any, *, leave_out: Collection[str] = ()) -> None:
     if row.keys() != columns.keys():
         lacking, unknown = columns.keys() - row.keys(), row.keys() - columns.keys()
         odd = [f"no {name}" for name in sorted(lacking)]
-        odd += [f"an unknown {cut_text(name, SHOWN)}" for name in sorted(map(str, unknown))]
+        odd += [f"an unknown {cut_text(name, SHOWN_CHARACTERS)}" for name in sorted(map(str, unknown))]
         raise _wrong(_name(table, row), ", ".join(odd[:NAMED]), "the columns of schema.sql")
     bad = [name for name, column in columns.items() if not column.fits(row[name])]
     if bad:
@@ -83,7 +83,7 @@ def check_row(table: str, row: Any, *, leave_out: Collection[str] = ()) -> None:
 
 def _name(table: str, row: Mapping[str, Any]) -> str:
     key = row.get(KEYS[table])
-    return f"{table}, row {cut_text(key, SHOWN) if isinstance(key, str) else show_value(key)}"
+    return f"{table}, row {cut_text(key, SHOWN_CHARACTERS) if isinstance(key, str) else show_value(key)}"
 
 
 def wrong_tables(connection: sqlite3.Connection) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from autopar.core.costs import Collective, DeviceModel, SavedByCall
 from autopar.core.user_text import parse_json
-from autopar.errors import SHOWN, InputError, cut_text, show_value
+from autopar.errors import SHOWN_CHARACTERS, InputError, cut_text, show_value
 from costdb.columns import COLUMNS, check_row
 from costdb.measurement import CollectiveMeasurement, Measurement, now
 from costdb.setting import Setting
@@ -121,7 +121,9 @@ def _positions(row: Row, column: str) -> tuple[int, ...]:
     text = row[column]
     if not _LIST.fullmatch(text):
         found = f"{column} = {show_value(text)}"
-        raise _wrong(f"operators, row {cut_text(row['key'], SHOWN)}", found, "positions such as [0, 2]")
+        raise _wrong(
+            f"operators, row {cut_text(row['key'], SHOWN_CHARACTERS)}", found, "positions such as [0, 2]"
+        )
     return tuple(json.loads(text))
 
 

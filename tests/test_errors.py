@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import (
     INTERRUPTED,
-    LONGEST,
+    LONGEST_MESSAGE,
     AutoparError,
     InfeasibleError,
     InputError,
@@ -66,10 +66,10 @@ def test_the_bytes_that_are_known_to_do_are_the_least_where_there_is_one() -> No
 
 def test_a_message_has_400_characters_and_its_longest_parts_are_cut() -> None:
     error = InputError(where="file", found="x" * 10**6, wanted="y" * 500, remedy="write 2")
-    assert len(str(error)) <= LONGEST and error.where == "file" and error.remedy == "write 2"
+    assert len(str(error)) <= LONGEST_MESSAGE and error.where == "file" and error.remedy == "write 2"
     assert error.found.endswith("...") and len(error.found) - len(error.wanted) in (-1, 0, 1)
     error.add_remedy("z" * 500)
-    assert len(str(error)) <= LONGEST
+    assert len(str(error)) <= LONGEST_MESSAGE
 
 
 def test_parts_that_fit_are_left_whole() -> None:

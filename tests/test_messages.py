@@ -22,7 +22,7 @@ import typer
 import autopar
 from autopar.cli.commands import app
 from autopar.cluster import ClusterSpec
-from autopar.errors import LONGEST
+from autopar.errors import LONGEST_MESSAGE
 from autopar.explaining.what_if import WORDS
 from autopar.planning.asked.options import OPTIONS
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -127,7 +127,7 @@ def test_every_error_has_all_four_parts() -> None:
 
 def test_what_is_constant_of_a_message_leaves_room_for_the_rest() -> None:
     for message in messages():
-        assert sum(len(text or "") for text in message.parts.values()) <= MOST < LONGEST, message
+        assert sum(len(text or "") for text in message.parts.values()) <= MOST < LONGEST_MESSAGE, message
 
 
 def test_parts_begin_and_end_without_punctuation() -> None:

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if answer.text:
-        from autopar.results.files.text import WIDTH
+        from autopar.results.files.text import TEXT_WIDTH
 
-        width = None if sys.stdout.isatty() else WIDTH
+        width = None if sys.stdout.isatty() else TEXT_WIDTH
         Console(width=width, highlight=False, markup=False).print(answer.text)
     return answer.exit_code
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 WARM_UPS = 2  # memory is mapped, gradients and the optimizer's state are made
-ROUNDS = 5
+TIMED_ROUNDS = 5  # of one step of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepRunner:
 
 
 def time_in_turn(
-    runners: Mapping[str, StepRunner], *, device: torch.device, rounds: int = ROUNDS
+    runners: Mapping[str, StepRunner], *, device: torch.device, rounds: int = TIMED_ROUNDS
 ) -> dict[str, float]:
     """The median seconds of a warm step of each; equal on all ranks. Collective."""
     for runner in runners.values():

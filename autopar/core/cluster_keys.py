@@ -21,7 +21,7 @@ from autopar.units import (
 )
 
 MOST_DEVICES = 1 << 18  # more than any cluster has, and few enough to list their groups in a second
-MOST_BYTES = 1 << 63
+MOST_MEMORY_BYTES = 1 << 63  # of a device: what an int64 counts
 # Of rates in bytes/s, flop/s, and seconds.
 LEAST_RATE, MOST_RATE, LEAST_FLOPS, MOST_FLOPS, MOST_LATENCY = 1e3, 1e15, 1e6, 1e18, 60.0
 FLOPS_KEYS = ("fp16", "bf16", "fp32", "fp64")
@@ -53,7 +53,7 @@ def _memory(where: str, value: object) -> int | None:
     if value is None:
         return None
     return whole_number(
-        where, parse_bytes(value, where=where) if isinstance(value, str) else value, MOST_BYTES
+        where, parse_bytes(value, where=where) if isinstance(value, str) else value, MOST_MEMORY_BYTES
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from autopar.errors import InputError, show_value
 
-LONGEST = 1_000_000  # devices of an axis
+LONGEST_AXIS = 1_000_000  # devices of an axis
 AXIS_NAMES = "abc"  # one to three axes; more have never paid on real clusters
 _MESH = re.compile(r"-?\d{1,9}([xX]-?\d{1,9})*")
 
@@ -34,12 +34,12 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.shape) <= len(AXIS_NAMES) or not all(
-            1 <= size <= LONGEST for size in self.shape
+            1 <= size <= LONGEST_AXIS for size in self.shape
         ):
             raise InputError(
                 where="mesh",
                 found="x".join(map(show_value, self.shape)) or "no axes",
-                wanted=f"1 to {len(AXIS_NAMES)} axes of 1 to {LONGEST:,} devices",
+                wanted=f"1 to {len(AXIS_NAMES)} axes of 1 to {LONGEST_AXIS:,} devices",
                 remedy="write the mesh as 4, 2x2 or 2x2x2",
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.errors import SHOWN, InputError, cut_text
+from autopar.errors import SHOWN_CHARACTERS, InputError, cut_text
 
 _FIRST_PORT, _PORTS = 12_000, 20_000  # below those that systems give to connections
 _STEP = 7_919  # a prime, so that steps of one job that run together seldom meet on a port
@@ -51,7 +51,7 @@ def _tasks_per_node(environment: Mapping[str, str], world: int) -> int:
     if len(counts) != 1 or not _is_count(*counts):
         raise InputError(
             where="SLURM_TASKS_PER_NODE",
-            found=cut_text(text, SHOWN),
+            found=cut_text(text, SHOWN_CHARACTERS),
             wanted="equally many tasks on every node",
             remedy="pass --ntasks-per-node to srun or sbatch",
         )

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from autopar.errors import show_value
 
 DEEPEST = 64  # brackets within brackets; plans have 9
-DIGITS = 30  # of a whole number; the largest count, of flops, has 20
-LONGEST = 64 << 20  # bytes of a file; the plan of a thousand operators has one MiB
+MOST_NUMBER_DIGITS = 30  # of a whole number; the largest count, of flops, has 20
+LARGEST_FILE_BYTES = 64 << 20  # bytes of a file; the plan of a thousand operators has one MiB
 LONGEST_TOML = 256 << 10  # bytes of a file
 LONGEST_LINE = 4_000  # characters of a line of TOML: tomllib's time is quadratic in the dots of a key
 
@@ -35,7 +35,7 @@ def is_file(path: str | Path) -> bool:
         return False
 
 
-def read_text(path: str | Path, *, longest: int = LONGEST) -> str:
+def read_text(path: str | Path, *, longest: int = LARGEST_FILE_BYTES) -> str:
     """The text of a file; raises ValueError for one that can't be read, is too long, or isn't UTF-8."""
     try:
         with Path(path).open("rb") as file:
@@ -96,14 +96,14 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _whole(text: str) -> int:
-    if len(text) > DIGITS:
+    if len(text) > MOST_NUMBER_DIGITS:
         raise ValueError(f"a number of {len(text):,} digits")
     return int(text)
 
 
 def _check_whole(number: int) -> None:
     """Refuse a whole number of TOML that is too large; it may be written in hexadecimal."""
-    if abs(number) >= 10**DIGITS:
+    if abs(number) >= 10**MOST_NUMBER_DIGITS:
         raise ValueError(show_value(number))
 
 

@@ -15,7 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.slurm import torchrun_variables
 from autopar.doctor.installation import installation
 from autopar.doctor.judgement import as_dicts, of_machines, of_meeting
-from autopar.doctor.meeting import SECONDS, Meeting, meet
+from autopar.doctor.meeting import MEETING_SECONDS, Meeting, meet
 from autopar.doctor.rank_facts import facts_here
 from autopar.errors import AutoparError, InputError
 from autopar.results.explanation.examination import Examination, Finding, warn, wrong
@@ -25,7 +25,7 @@ STARTING = 45.0  # seconds more than the meeting's, in which processes of this m
 
 
 def examine(
-    cluster: ClusterSpec | None = None, *, costdb: str | None = None, seconds: float = SECONDS
+    cluster: ClusterSpec | None = None, *, costdb: str | None = None, seconds: float = MEETING_SECONDS
 ) -> Examination | None:
     """Examine this process, and the ranks of `cluster`; under a launcher None on all ranks but the first that
     can tell: rank 0, or one that doesn't reach it.

@@ -5,8 +5,8 @@
     rank 2   facts ──┘   are there or time ┘
                          is up
 
-A rank that doesn't come is named by those that do; nothing here waits longer than `SECONDS` for another
-rank. What fails is a text, not an exception: the other findings stand.
+A rank that doesn't come is named by those that do; nothing here waits longer than `MEETING_SECONDS` for
+another rank. What fails is a text, not an exception: the other findings stand.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.doctor.rank_facts import RankFacts, facts_here
 from autopar.errors import cut_text
 
-SECONDS = 15.0  # in which all ranks must have come, and in which a message must arrive
+MEETING_SECONDS = 15.0  # in which all ranks must have come, and in which a message must arrive
 SMALL, LARGE = 16, 8 << 20  # bytes of the messages that give latency and bandwidth
 ROUNDS = {SMALL: 30, LARGE: 5}
-MOST_NODES = 8  # whose links to the first node are timed
+MOST_TIMED_NODES = 8  # whose links to the first node are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Meeting:
     failed: str = ""
 
 
-def meet(cluster: ClusterSpec, seconds: float = SECONDS) -> Meeting:
+def meet(cluster: ClusterSpec, seconds: float = MEETING_SECONDS) -> Meeting:
     """One rank's part; its place in the world is what a launcher's variables say."""
     start, rank, world = time.monotonic(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "nccl" if cluster.device_type == "cuda" and torch.cuda.is_available() else "gloo"
@@ -143,7 +143,7 @@ def _connected(
 def pairs_of(world: int, per_node: int) -> list[tuple[tuple[int, int], bool]]:
     """Rank 0 with its neighbour, and with the first rank of each other node: the last say True."""
     inside = [((0, 1), False)] if min(world, per_node) > 1 else []
-    return inside + [((0, first), True) for first in range(per_node, world, per_node)][: MOST_NODES - 1]
+    return inside + [((0, first), True) for first in range(per_node, world, per_node)][: MOST_TIMED_NODES - 1]
 
 
 def _timed(pair: tuple[int, int], device: torch.device) -> Link:

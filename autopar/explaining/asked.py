@@ -17,11 +17,11 @@ from autopar.results.explanation.explanation import Change, Outcome
 from autopar.results.plan.plan import Plan
 from autopar.trace.target import Target
 
-LEAST = 60.0  # seconds for all other plans, or those that the first one took, if these are more
-SHARE = 0.5  # of the seconds that are left, for one of them
+LEAST_ALTERNATIVES_SECONDS = 60.0  # for all other plans; as many as the first one took, if that is more
+SHARE_OF_REST = 0.5  # of the seconds that are left, for one of them
 OVER = "the time for explaining was over; ask for less at once, or give more by --seconds"
 REFUSED = (InfeasibleError, InputError, SolverError, TraceError)
-SHOWN = 160  # characters of why there is no plan
+LONGEST_FAILURE = 160  # characters of why there is no plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class AskedPlan:
         said: float | None = self.options.get("time_limit")
         if self.until is None:
             return said
-        share = max(1.0, SHARE * (self.until - time.monotonic()))
+        share = max(1.0, SHARE_OF_REST * (self.until - time.monotonic()))
         return share if said is None else min(said, share)
 
     def hurried(self) -> AskedPlan:
@@ -87,4 +87,4 @@ def reason_of(error: InfeasibleError | InputError | SolverError) -> str:
     if isinstance(error, OverCapError):
         return "it doesn't fit the memory cap"
     text = f"{error.where}: {error.found}; wanted {error.wanted}"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= LONGEST_FAILURE else f"{text[: LONGEST_FAILURE - 3]}..."

@@ -18,8 +18,8 @@ from autopar.results.explanation.explanation import Change, Outcome, binds
 from autopar.results.plan.plan import Plan
 from autopar.units import show_bytes
 
-LARGEST = 2**30  # bytes of "a little more": 1 GiB
-SHARE = 10  # or the tenth part of the cap, if that is less
+MOST_MORE_BYTES = 2**30  # of "a little more": 1 GiB
+MORE_CAP_DIVISOR = 10  # or the tenth part of the cap, if that is less
 
 
 def memory(alternatives: Alternatives, base: Plan) -> Iterator[Change]:
@@ -30,7 +30,7 @@ def memory(alternatives: Alternatives, base: Plan) -> Iterator[Change]:
     free = _solved(alternatives, "without a memory cap", None)
     yield free
     if free.outcome and binds(cap, free.outcome, Outcome.of(base)):
-        more = min(LARGEST, max(1, cap // SHARE))
+        more = min(MOST_MORE_BYTES, max(1, cap // MORE_CAP_DIVISOR))
         yield _solved(alternatives, f"with {show_bytes(more)} more a device", cap + more)
 
 

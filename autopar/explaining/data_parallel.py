@@ -15,7 +15,7 @@ from autopar.units import show_bytes, show_seconds
 
 BATCH = "batch"
 PLAIN = {"force": BATCH, "stages": 1, "micro_batches": 1, "mesh": None, "schedule": None, "memory": None}
-SMALL = 0.1  # of the difference: parts that explain less are left out
+LEAST_TOLD_SHARE = 0.1  # of the difference: parts that explain less are left out
 
 
 def why_not(asked: AskedPlan, plan: Plan) -> str:
@@ -57,7 +57,7 @@ def compared(plan: Plan, other: Plan, *, said: str = "") -> str:
     """The sentence that compares two steps by their parts, where `said` are options against the other."""
     more = other.step_seconds - plan.step_seconds
     share = abs(more) / plan.step_seconds if plan.step_seconds else 0.0
-    told = told_parts(difference(plan, other).parts, least=SMALL * abs(more))
+    told = told_parts(difference(plan, other).parts, least=LEAST_TOLD_SHARE * abs(more))
     text = f"Plain data parallelism is predicted to take {show_seconds(other.step_seconds)} a step, "
     text += f"{show_seconds(abs(more))} ({share:.0%}) {'more' if more >= 0 else 'less'}"
     text += f": {', '.join(told)}" if told else ""

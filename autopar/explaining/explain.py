@@ -18,10 +18,10 @@ from dataclasses import replace
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.explaining import constraints
-from autopar.explaining.asked import LEAST, SHARE, AskedPlan
+from autopar.explaining.asked import LEAST_ALTERNATIVES_SECONDS, SHARE_OF_REST, AskedPlan
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
-from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
+from autopar.explaining.layers import DEAREST, MOST_WAYS, WAYS_OF_SEVERAL_LAYERS, WAYS_SECONDS, Alternatives
 from autopar.explaining.what_if import read, what_if
 from autopar.planning.links import link_notes
 from autopar.planning.mesh_search import MeshProblem
@@ -29,7 +29,7 @@ from autopar.results.explanation.explanation import Explanation, LayerChoices, O
 from autopar.results.plan.plan import Plan
 from costdb.database import Database
 
-ROUNDS = 3  # of measuring what was solved and solving it again, at most
+SOLVING_ROUNDS = 3  # of measuring what was solved and solving it again, at most
 
 
 def explained(
@@ -86,7 +86,9 @@ def waiting(asked: AskedPlan, begun: float, seconds: float | None) -> AskedPlan:
     """What is asked, with the moment when no further plan is sought: after so many seconds, or those that the
     first plan suggests."""
     now = time.monotonic()
-    return replace(asked, until=now + (max(LEAST, now - begun) if seconds is None else seconds))
+    return replace(
+        asked, until=now + (max(LEAST_ALTERNATIVES_SECONDS, now - begun) if seconds is None else seconds)
+    )
 
 
 def solved_again(
@@ -95,15 +97,15 @@ def solved_again(
     """A plan's own program with its layers split otherwise. Where operators are measured meanwhile the plan
     is solved again as well, with what is known then."""
     problem, until = problem_of(asked, plan), math.inf if asked.until is None else asked.until
-    patience = max(0.0, min(PATIENCE, SHARE * (until - time.monotonic())))
+    patience = max(0.0, min(WAYS_SECONDS, SHARE_OF_REST * (until - time.monotonic())))
     request = problem.request
     measuring = request.measure and problem.model.here
     with Database.open(asked.options.get("costdb")) as database:
-        for number in range(ROUNDS):
+        for number in range(SOLVING_ROUNDS):
             alternatives = Alternatives(problem, asked.cluster, patience, until=until)
             base = alternatives.base() if measuring else plan
             layers = chosen_layers(alternatives, base, layer)
-            if not measuring or number + 1 == ROUNDS or alternatives.is_over:
+            if not measuring or number + 1 == SOLVING_ROUNDS or alternatives.is_over:
                 break
             model = problem.model.measure(alternatives.calls, database, asked.progress)
             if model is problem.model:
@@ -136,9 +138,9 @@ def chosen_layers(alternatives: Alternatives, base: Plan, layer: str | None) -> 
     if layer is None:
         every = range(len(base.layers))
         indices = alternatives.dearest(base, every, DEAREST)
-        return [alternatives.explained(index, base, FEW) for index in indices]
+        return [alternatives.explained(index, base, WAYS_OF_SEVERAL_LAYERS) for index in indices]
     named = alternatives.named(layer)
     heavy = [index for index in named if base.layers[index].flops] or named
     indices = alternatives.dearest(base, heavy, DEAREST)
-    most = MOST if len(indices) == 1 else MOST // 2
+    most = MOST_WAYS if len(indices) == 1 else MOST_WAYS // 2
     return [alternatives.explained(index, base, most) for index in sorted(indices)]

@@ -21,11 +21,11 @@ from autopar.explaining.layers import Alternatives
 from autopar.results.plan.frontier import Frontier, Point, undominated
 from autopar.results.plan.plan import Plan
 
-SECONDS = 30.0  # for all caps
+FRONTIER_SECONDS = 30.0  # for all caps
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs
 
 
-def frontier(asked: AskedPlan, plan: Plan, *, seconds: float = SECONDS) -> Frontier:
+def frontier(asked: AskedPlan, plan: Plan, *, seconds: float = FRONTIER_SECONDS) -> Frontier:
     """The frontier around a plan of what was asked; it is solved for about so many seconds."""
     problem = problem_of(asked, plan)
     return _FrontierSearch(

@@ -18,7 +18,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph, Operator
 from autopar.core.strategy import Strategy
 from autopar.errors import InputError, show_value
-from autopar.explaining.asked import REFUSED, SHARE, reason_of
+from autopar.explaining.asked import REFUSED, SHARE_OF_REST, reason_of
 from autopar.planning.asked.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
@@ -30,11 +30,11 @@ from autopar.solve.choices.kinds import Kinds
 from autopar.solve.choices.space import forced, split_by_force, undominated
 from autopar.solve.deadline import after
 
-MOST = 12  # ways to split a layer that are solved, the cheapest by themselves
-FEW = 3  # where several layers are explained
+MOST_WAYS = 12  # ways to split a layer that are solved, the cheapest by themselves
+WAYS_OF_SEVERAL_LAYERS = 3  # for each, where several layers are explained
 DEAREST = 3  # layers that are explained where none is named
 SOLVING = 10.0  # seconds for one way, where no time limit is said
-PATIENCE = 60.0  # seconds after which no further way is solved
+WAYS_SECONDS = 60.0  # seconds after which no further way is solved
 
 Factors = tuple[str | None, ...]  # of each axis
 
@@ -46,7 +46,7 @@ class Alternatives:
 
     problem: MeshProblem
     cluster: ClusterSpec
-    patience: float = PATIENCE
+    patience: float = WAYS_SECONDS
     begun: float = field(default_factory=time.monotonic)
     until: float = math.inf
     calls: list[Call] = field(default_factory=list)  # of all that was solved
@@ -58,7 +58,7 @@ class Alternatives:
     def solved(self, problem: MeshProblem, *, cap: int | None) -> Plan:
         """The plan of a problem under a cap; raises what the search does."""
         seconds = problem.request.time_limit or SOLVING
-        limits = Limits(after(min(seconds, max(1.0, SHARE * (self.until - time.monotonic())))))
+        limits = Limits(after(min(seconds, max(1.0, SHARE_OF_REST * (self.until - time.monotonic())))))
         step = problem.plan(problem.ask(problem.request.force, cap=cap), limits)
         step = problem.refined(step, limits.deadline)
         self.calls += (call for price in step.solution.priced.operator_prices for call in price.calls)

@@ -20,8 +20,8 @@ from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 BATCH_FIRST = 8  # its place among a layer's arguments
-MANY = 64  # steps: what more of them do is known from few, since torch runs them one by one, in Python
-LARGEST = 256 << 20  # bytes of weights with which a CPU's kernel is run for what it keeps
+MANY_STEPS = 64  # steps: what more of them do is known from few, since torch runs them one by one, in Python
+MOST_RUN_WEIGHT_BYTES = 256 << 20  # bytes of weights with which a CPU's kernel is run for what it keeps
 
 
 def steps_of(call: Call) -> int:
@@ -29,7 +29,7 @@ def steps_of(call: Call) -> int:
     if call.target not in Recurrent.targets or len(call.args[0].shape) != 3:
         return 0
     steps: int = call.args[0].shape[steps_dim(call)]
-    return steps if steps > MANY else 0
+    return steps if steps > MANY_STEPS else 0
 
 
 def has_workspace(call: Call) -> bool:
@@ -37,7 +37,7 @@ def has_workspace(call: Call) -> bool:
     if call.target is not aten.lstm.input or len(call.args[0].shape) != len("TNC"):
         return False
     nbytes: int = sum(spec.nbytes for spec in call.args[2])
-    return call.args[0].numel > 0 and nbytes <= LARGEST
+    return call.args[0].numel > 0 and nbytes <= MOST_RUN_WEIGHT_BYTES
 
 
 def samples_of(call: Call) -> int:

@@ -11,7 +11,7 @@ from autopar.errors import InfeasibleError
 from autopar.solve.program.solution import CutoffError, check_cutoff
 from autopar.solve.stages.step import Step
 
-REMEMBERED = 16  # assignments
+REMEMBERED_ASSIGNMENTS = 16  # whose cuts are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class KnownCut:
 class KnownCuts:
     """The last cuts of one mesh's assignments."""
 
-    known: deque[KnownCut] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    known: deque[KnownCut] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ASSIGNMENTS))
 
     def step(
         self, program: Program, asked: object, cut: Callable[[], Step], *, cutoff: float, limit: float

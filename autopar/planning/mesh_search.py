@@ -40,6 +40,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
 from autopar.solve.assignment.memory_frontier import MemoryPricedProgram
 from autopar.solve.assignment.multipliers import MultiplierSearch
+from autopar.solve.assignment.search import MEMORY_PRICES
 from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding, fold
@@ -49,7 +50,7 @@ from autopar.solve.choices.space import Space, build_space, split_by_force
 from autopar.solve.deadline import is_over, left
 from autopar.solve.program.problem import Problem
 from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
-from autopar.solve.stages.cut_search import MOST_PLACES
+from autopar.solve.stages.cut_search import MOST_CUT_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
@@ -58,16 +59,15 @@ from autopar.solve.stages.step import Step, staged, step_weight, unstaged
 from autopar.solve.stages.unlike_blocks import turned
 from autopar.solve.stages.user_checkpoints import respect
 
-PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
-PRICE_STEPS = 4  # of the bisection between them
+UNKNOWN_STEPS = 4  # of the bisection between `MEMORY_PRICES`
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
-SAME = 1e-9  # of seconds: less is rounding
-CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
+SECONDS_TOLERANCE = 1e-9  # of seconds: less is rounding
+NEAR_BOUND_GAP = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 UNLIKE = 5e-3  # gap that blocks which are unlike may close
 MIXED = 3  # assignments, beside a step's own, that its operators may follow
-LONG = 1000  # unlike operators
+LONG_GRAPH_OPERATORS = 1000  # that are unlike
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 
@@ -115,7 +115,7 @@ class MeshProblem:
     @property
     def is_long(self) -> bool:
         """Whether there are so many unlike operators that planning takes most of a minute."""
-        return len(set(self.folding.class_of.values())) >= LONG
+        return len(set(self.folding.class_of.values())) >= LONG_GRAPH_OPERATORS
 
     def plain_prices(self) -> Prices:
         """The prices, without multipliers."""
@@ -168,7 +168,7 @@ class MeshProblem:
     def least(self, force: Force | None, limits: Limits) -> float:
         """Seconds that no step with stages takes less than, whatever the assignment and the cut."""
         fastest = self.solve(self.ask(force), limits)
-        places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
+        places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_CUT_PLACES)
         table = intervals(fastest.priced, self.hop, places=places)
         space = self.spaces[force]
         return ExchangeTables(self.graph, self.prices, space, self.folding, fastest, table).bound(
@@ -241,7 +241,7 @@ class MeshProblem:
             seconds = priced.cost.of(count)
             least = self.quickest(found).priced.cost.of(count)
             bound = max(bound, count * solution.bound)
-            if least - bound <= max(self.request.gap, SAME) * least:
+            if least - bound <= max(self.request.gap, SECONDS_TOLERANCE) * least:
                 break
             search.note(solution.seconds, seconds / count, shows=priced.cost.exposed_sums)
             if search.is_over:
@@ -261,7 +261,7 @@ class MeshProblem:
         count = self.request.micro_batches
         hiding, showing = (unstaged(each[-1], count) for each in (hides, shows))
         priced = turned(hiding, showing, self.folding, count=count, cap=ask.cap)
-        if priced is None or priced.cost.of(count) >= (1 - SAME) * best.seconds:
+        if priced is None or priced.cost.of(count) >= (1 - SECONDS_TOLERANCE) * best.seconds:
             return best
         solution = dataclasses.replace(
             best.solution, priced=priced, seconds=priced.seconds, held=priced, status="gap_limit"
@@ -284,7 +284,7 @@ class MeshProblem:
             raise
         except InfeasibleError:
             return min(self.leaner(fastest, ask, limits), key=lambda step: step.seconds)
-        is_far = found.gap > max(CLOSE, self.request.gap)
+        is_far = found.gap > max(NEAR_BOUND_GAP, self.request.gap)
         if is_far and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
             others = self.leaner(fastest, ask, limits, known=found)
             return min([found, *others], key=lambda step: step.seconds)
@@ -325,7 +325,11 @@ class MeshProblem:
             if not found or best is None or best.solution.program.recompute:
                 found += self.priced(fastest, partial(at, recompute=recompute), ask.cap, limits, known=best)
                 best = min([*found, *([best] if best else [])], key=lambda step: step.seconds, default=None)
-        return found if found or known else [self.stage(at(PRICES[1], asked), ask.cap, limits, fastest.bound)]
+        return (
+            found
+            if found or known
+            else [self.stage(at(MEMORY_PRICES[1], asked), ask.cap, limits, fastest.bound)]
+        )
 
     def priced(
         self,
@@ -340,11 +344,11 @@ class MeshProblem:
 
         The price is bisected to where they just do without recomputing anything.
         """
-        low, high = map(math.log, PRICES)
+        low, high = map(math.log, MEMORY_PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
         ruled_out: list[Program] = []
-        for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
+        for _ in range(KNOWN_STEPS if known else UNKNOWN_STEPS):
             middle = (low + high) / 2
             try:
                 placed = at(math.exp(middle))
@@ -414,7 +418,7 @@ class MeshProblem:
         few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
         if few or fixed or self.graph.checkpoints:
             return refinement.refilled(step)
-        if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SAME):
+        if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SECONDS_TOLERANCE):
             refinement.others, refinement.scarcity = self.others_than(step, fastest)
         found = refinement.of(step)
         return dataclasses.replace(found, bound=min(found.bound, others))
@@ -426,7 +430,7 @@ class MeshProblem:
         """
         force, flight, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
         ask = partial(MemoryPricedProgram, self.graph, self.prices, self.spaces[force], self.folding)
-        corners = list(ask().corners(flight, solution.seconds * (1 - SAME)))
+        corners = list(ask().corners(flight, solution.seconds * (1 - SECONDS_TOLERANCE)))
         spared = (
             fastest.peak.state - solution.peak.state + flight * (fastest.peak.saved - solution.peak.saved)
         )

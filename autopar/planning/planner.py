@@ -42,7 +42,7 @@ from autopar.trace.forms.simplify import only_loss
 from autopar.trace.micro_batches import split_batch
 from costdb.database import Database
 
-LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
+LEAST_FINISH_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Planner:
         """The plan of the whole graph on the mesh of a decision on its loss alone; that decision's if there
         is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have,
         what is decided `otherwise`."""
-        seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
+        seconds = None if decision.deadline is None else max(LEAST_FINISH_SECONDS, left(decision.deadline))
         request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
         try:
             return beside(self.find(whole, request, co_runners, budget), decision)

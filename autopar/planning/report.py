@@ -35,7 +35,7 @@ from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
 from autopar.trace.backwards.custom_operator import title_of
 
-ROUNDING = 1e-12  # of sums in another order
+SUM_ROUNDING = 1e-12  # of sums in another order
 
 
 def report(
@@ -156,7 +156,7 @@ def _communication(step: Step, compute: float, request: Request) -> float:
     hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
     sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.exposed
     beside = step.cost.micro_batch - compute
-    repeated = (beside if beside > ROUNDING * compute else 0.0) + hops
+    repeated = (beside if beside > SUM_ROUNDING * compute else 0.0) + hops
     return (request.micro_batches * repeated + sync) / request.pipeline_ranks
 
 

@@ -55,7 +55,7 @@ from costdb.database import Database
 SAMPLE = 16  # micro-batches of the graph that is screened for stages, about
 TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MOST_TIMES = 16  # with stages, where all between are looked at
-SAME = 1e-3  # of a step: no mesh that promises less is told of
+LEAST_TOLD_GAIN = 1e-3  # of a step: no mesh that promises less is told of
 MESHES = 2  # of two axes, screened for each K; within a node one
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 ROUGH = 0.02  # gap of the assignments that are screened
@@ -352,7 +352,7 @@ class Screen:
         if is_node or best is None:
             return best is None or best.nbytes <= self.cap
         kinds = self.kinds(best.ranks, count)
-        return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + SAME)
+        return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + LEAST_TOLD_GAIN)
 
     def place(self, placed: ScreenedMesh) -> tuple[float, float]:
         """Where the best choice on a mesh is in the order."""
@@ -369,7 +369,7 @@ class Screen:
                 apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
             if over <= least_over and seconds <= least * apart:
-                if least < (1 - SAME) * seconds:
+                if least < (1 - LEAST_TOLD_GAIN) * seconds:
                     promised = f"mesh {fastest.mesh} promises {1 - least / seconds:.1%} less by estimates"
                     ranks = fastest.screened[0].ranks
                     self.left_out[ranks] = (f"{promised}, {IN_VAIN}; the gap leaves it out",)

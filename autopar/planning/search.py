@@ -28,7 +28,7 @@ from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.measured_first import PlanCalls, most_valuable
-from autopar.planning.mesh_search import SAME, MeshProblem, stageable
+from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
 from autopar.planning.strategies_beside import one_device, strategies_beside
@@ -76,7 +76,7 @@ class MeshDecision:
         problem, cap = self.problem, self.problem.cap
         fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap
-        return fits or self.step.solution.seconds <= fastest.seconds * (1 + SAME)
+        return fits or self.step.solution.seconds <= fastest.seconds * (1 + SECONDS_TOLERANCE)
 
 
 def search(

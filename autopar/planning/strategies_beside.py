@@ -20,7 +20,7 @@ from autopar.results.plan.plan import ONE_DEVICE, Alternative
 from autopar.solve.stages.step import Step
 from autopar.units import show_bytes
 
-LONGEST = 120  # characters of a reason
+LONGEST_REASON = 120  # characters of a reason
 
 
 def strategies_beside(problem: MeshProblem, limits: Limits) -> list[tuple[Alternative, Step | None]]:
@@ -86,4 +86,4 @@ def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
 def reason_of(error: AutoparError) -> str:
     """Why a strategy has no plan."""
     text = f"{error.found}; wanted {error.wanted}"
-    return text if len(text) <= LONGEST else error.found
+    return text if len(text) <= LONGEST_REASON else error.found

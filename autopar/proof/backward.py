@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost.machine.threads import using_threads
 
-SMALL = 1e8  # flops of one sample's product, some milliseconds of a core
+SMALL_PRODUCT_FLOPS = 1e8  # flops of one sample's product, some milliseconds of a core
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
@@ -43,4 +43,4 @@ def is_small(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> bool:
     transposed = rest[4]  # after sizes of the bias, stride, padding, dilation
     positions = math.prod((x if transposed else gradient).shape[2:])
     on_cpu = x.dtype is torch.float64 and x.device.type == "cpu"
-    return on_cpu and 2 * positions * weight.numel() < SMALL
+    return on_cpu and 2 * positions * weight.numel() < SMALL_PRODUCT_FLOPS

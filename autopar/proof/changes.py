@@ -36,7 +36,7 @@ from autopar.trace.reads.attribute_reads import recording
 from autopar.trace.reads.numbers import NotFreeError, Numbers, as_before, freed, is_number
 from autopar.trace.target import Target
 
-MOST = 6  # changes that are made of what is read, and of what isn't
+MOST_CHANGES = 6  # changes that are made of what is read, and of what isn't
 MODES = 3  # of modes and hooks, which often need another plan
 _OWN = frozenset(vars(nn.Module()))
 
@@ -83,7 +83,7 @@ class _Change:
 
 
 def try_changes(
-    target: Target, plan: Plan, cluster: ClusterSpec, request: Request, *, most: int = MOST
+    target: Target, plan: Plan, cluster: ClusterSpec, request: Request, *, most: int = MOST_CHANGES
 ) -> Changes:
     """Change what the trace of `target` reads, and what it doesn't, and compare a step with eager training.
 

@@ -32,7 +32,7 @@ FLOOR = 1e-3
 ROUNDINGS = 100  # errors of so many times what one rounding of the parameters does may be rounding
 
 
-SEED = 20_190_311  # every step draws its dropout masks from SEED + step on both sides
+PROOF_SEED = 20_190_311  # every step draws its dropout masks from PROOF_SEED + step on both sides
 
 
 KINDS = ("outputs", "loss", "gradients", "parameters", "buffers")
@@ -106,7 +106,7 @@ def judge(
 
 def _rounded(model: nn.Module) -> nn.Module:
     """The model, every number that it learns moved in place to a neighbour, up or down at random."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(PROOF_SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.requires_grad:

@@ -28,7 +28,7 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
-from autopar.proof.verdict import SEED, Record, Tensors, Verdict, judge
+from autopar.proof.verdict import PROOF_SEED, Record, Tensors, Verdict, judge
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
@@ -207,7 +207,7 @@ def eager_call(
 
 def seed(step: int, micro_batch: int = 0) -> int:
     """What both sides draw the random masks of a micro-batch from."""
-    return mask_seed(SEED + step, micro_batch)
+    return mask_seed(PROOF_SEED + step, micro_batch)
 
 
 def note_gradients(record: Record, model: nn.Module, step: int) -> None:
@@ -238,7 +238,7 @@ def seeds_of(loss: Tensor | None, leaves: Sequence[Tensor]) -> list[tuple[int, T
     """What backward starts from: the loss, or a fixed random weighting of all outputs."""
     if loss is not None:
         return [(index, torch.ones_like(leaf)) for index, leaf in enumerate(leaves) if leaf is loss]
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(PROOF_SEED)
     return [
         (index, torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype))
         for index, leaf in enumerate(leaves)

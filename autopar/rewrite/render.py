@@ -24,7 +24,7 @@ from autopar.core.placement import show
 from autopar.runtime.executable import Executable, InputPart, StagedExecutable
 from autopar.runtime.saved.recompute import Recomputed
 
-WIDTH = 100  # columns, after which a call's arguments are wrapped
+LINE_WIDTH = 100  # columns, after which a call's arguments are wrapped
 _INDENT = "    "
 
 
@@ -116,7 +116,9 @@ class _CallWriter:
         target = node.target if node.op == "call_module" else _target(node.target)
         call = f"{self.left(node)} = {target}("
         line = f"{call}{', '.join(arguments)})"
-        return [line] if len(line) <= WIDTH else [call, *(f"{_INDENT}{item}," for item in arguments), ")"]
+        return (
+            [line] if len(line) <= LINE_WIDTH else [call, *(f"{_INDENT}{item}," for item in arguments), ")"]
+        )
 
     def left(self, node: fx.Node) -> str:
         """The name of a call's result, or of its several results, `_` where nobody uses one."""

@@ -56,7 +56,7 @@ Group = tuple[Dim | int, ...]
 UNEVEN = 0.05
 # How many times its share the fullest part of edges may have for vertices and edges to be cut together: ranks
 # that wait lose more by then than an exchange of edges costs.
-FULLEST = 3
+MOST_EDGE_SHARES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Dims:
         base, _ = self._tables[component]
         if parts > min(length, self._length(base)):
             return True  # of so few rows there is no such cut at all
-        return longest(self.cut(component, sizes)) <= FULLEST * -(-length // parts)
+        return longest(self.cut(component, sizes)) <= MOST_EDGE_SHARES * -(-length // parts)
 
     def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
         """The largest common stride whose multiples still cut `length` rows evenly."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
 from autopar.core.operator_facts import is_repeatable
 
-LARGEST = 1 << 22  # elements; what is larger is made of smaller ones
+MOST_MADE_ELEMENTS = 1 << 22  # elements; what is larger is made of smaller ones
 
 
 def made_constants(graph: Graph) -> dict[str, Tensor]:
@@ -28,7 +28,7 @@ def made_constants(graph: Graph) -> dict[str, Tensor]:
 
 
 def _is_small(item: Operator, graph: Graph) -> bool:
-    return all(graph.specs[name].numel <= LARGEST for name in item.results if name)
+    return all(graph.specs[name].numel <= MOST_MADE_ELEMENTS for name in item.results if name)
 
 
 def _run(item: Operator, values: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -21,12 +21,12 @@ import pulp
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.solve.linear_program import DIGITS, LinearProgram, SolverAnswer
+from autopar.solve.linear_program import COST_DIGITS, LinearProgram, SolverAnswer
 
 NAME_DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
-LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
-LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
-SAME = 1e-9  # of a cost: what costs no more costs the same
+LARGEST_COST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
+LEAST_SOLVE_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
+COST_TOLERANCE = 1e-9  # of a cost: what costs no more costs the same
 # Work is counted, not timed, so that a loaded machine finds the same plan: in looks of HiGHS at its limits
 # while it branches, times rows; of a relaxation so many iterations of the simplex method count as a look.
 SECOND = 2e5  # about what is done in one
@@ -118,7 +118,7 @@ def solve(
     if not any(program.ties) and few.cost_of_ties(values) <= gap * abs(answer.cost):  # they cost nothing less
         return replace(answer, cost=program.cost_of(values))
     with contextlib.suppress(SolverError):  # there is an answer already
-        limited = few.for_ties(answer.cost + SAME * abs(answer.cost))
+        limited = few.for_ties(answer.cost + COST_TOLERANCE * abs(answer.cost))
         second = _believed(limited, whole=whole, gap=TIES_GAP, deadline=deadline, work=TIES_WORK)
         values = values if second.values is None else second.values
     return replace(answer, values=values, cost=program.cost_of(values))
@@ -145,11 +145,11 @@ def _believed(
     A program is unbounded only if what pays has no end, and infeasible only if it is so without presolve,
     too, unless that takes long.
     """
-    scale = LARGEST / max((abs(cost) for cost in program.costs if cost), default=LARGEST)
+    scale = LARGEST_COST / max((abs(cost) for cost in program.costs if cost), default=LARGEST_COST)
     scaled = replace(program, costs=[scale * cost for cost in program.costs])
 
     def ask(options: Options, work: float) -> tuple[highspy.Highs, SolverAnswer | None, float]:
-        seconds = max(LEAST_SECONDS, deadline - time.monotonic())
+        seconds = max(LEAST_SOLVE_SECONDS, deadline - time.monotonic())
         rows = max(1, len(scaled.lows))
         looks = Looks(max(LEAST_LOOKS, work / rows))
         if whole:
@@ -182,8 +182,8 @@ class Relaxation:
     def least(self, costs: NDArray[np.float64]) -> tuple[float, tuple[float, ...]]:
         """The least cost, and values that have it; raises SolverError if there are none."""
         largest = float(np.abs(costs).max(initial=0.0))
-        scale = LARGEST / max(largest, 1e-300)
-        scaled = np.where(np.abs(costs) < 10.0**-DIGITS * largest, 0.0, scale * costs)
+        scale = LARGEST_COST / max(largest, 1e-300)
+        scaled = np.where(np.abs(costs) < 10.0**-COST_DIGITS * largest, 0.0, scale * costs)
         self.model.changeColsCost(len(costs), np.arange(len(costs), dtype=np.int32), scaled)
         for options in WAYS:
             _set(self.model, options)

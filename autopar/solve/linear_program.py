@@ -1,11 +1,11 @@
 """A mixed-integer linear program as plain data: minimise cost · x, rows between bounds, 0 <= x <= upper.
 
 **Digits.** A solver counts in floating point: beside costs of 1000 those of 1e-7 are nothing to it, and by
-what it takes for nothing it may call a program unbounded. So no objective spans more than `DIGITS` digits:
-costs that are smaller than that beside the largest, like `ties`, only decide among answers whose other costs
-are equal, in a second solve. Nor has a row a coefficient beyond `LARGEST_COEFFICIENT` when it is handed over:
-rows of bytes have a unit of their own, in which none is beyond 1, as what a solver takes for nothing is the
-same in all rows.
+what it takes for nothing it may call a program unbounded. So no objective spans more than `COST_DIGITS`
+digits: costs that are smaller than that beside the largest, like `ties`, only decide among answers whose
+other costs are equal, in a second solve. Nor has a row a coefficient beyond `LARGEST_COEFFICIENT` when it
+is handed over: rows of bytes have a unit of their own, in which none is beyond 1, as what a solver takes
+for nothing is the same in all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-DIGITS = 9  # that the costs of one objective may span
+COST_DIGITS = 9  # that the costs of one objective may span
 LARGEST_COEFFICIENT = 1e3
 Terms = list[tuple[float, int]]  # (coefficient, variable)
 Numbers: TypeAlias = NDArray[np.intp]
@@ -120,7 +120,7 @@ class LinearProgram:
 
     def of_few_digits(self) -> LinearProgram:
         """The program whose costs span few digits; smaller ones are its ties, unless it has others."""
-        least = 10.0**-DIGITS * max(map(abs, self.costs), default=0.0)
+        least = 10.0**-COST_DIGITS * max(map(abs, self.costs), default=0.0)
         if not any(0 < cost < least for cost in self.costs):
             return self
         small = [cost if 0 < cost < least else 0.0 for cost in self.costs]

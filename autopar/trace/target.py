@@ -3,7 +3,7 @@
     file.py:function      ->  (model, inputs) or (model, inputs, loss_fn)
 
 The file runs as `python file.py` would import it: its own folder comes first on the path. Loading is
-repeatable: the function runs after `torch.manual_seed(SEED)`.
+repeatable: the function runs after `torch.manual_seed(TARGET_SEED)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.errors import InputError, show_value
 from autopar.trace.call.call_signature import LossFunction, split_inputs
 from autopar.trace.call.user_source import user_line
 
-SEED = 0
+TARGET_SEED = 0  # with which the function that makes model and inputs runs
 _FEW = 4  # functions that a message names
 _LONGEST_NAME = 60  # characters of a file that a remedy repeats
 SHAPE = "(model, inputs) or (model, inputs, loss_fn), inputs a tuple or dict of tensors or one tensor"
@@ -165,7 +165,7 @@ def _remedy(text: str) -> str:
 
 
 def _seeded(make: Callable[[], Any]) -> Any:
-    torch.manual_seed(SEED)
+    torch.manual_seed(TARGET_SEED)
     return make()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autopar.comparing.time_in_turns import ROUNDS, WARM_UPS, StepRunner, time_in_turn
+from autopar.comparing.time_in_turns import TIMED_ROUNDS, WARM_UPS, StepRunner, time_in_turn
 from tests.pool import Pool
 
 PAUSE = 0.05
@@ -32,6 +32,6 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_all_ranks_agree(pools: Cal
     (first, of_first), (second, of_second) = pools(2).run(raced)
     assert first == second
     assert first["uneven"] >= PAUSE
-    steps = WARM_UPS + ROUNDS
+    steps = WARM_UPS + TIMED_ROUNDS
     assert of_first == {"uneven": steps, "alone": steps}
     assert of_second == {"uneven": steps, "alone": 0}

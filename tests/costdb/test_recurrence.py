@@ -47,7 +47,7 @@ def layer(target: Any, steps: int, *, both: bool, batch_first: bool, requires_gr
 def test_few_steps_say_what_many_keep_and_make(
     target: Any, both: bool, batch_first: bool, requires_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent, "MANY", max(recurrence.MADE))
+    monkeypatch.setattr(recurrent, "MANY_STEPS", max(recurrence.MADE))
     call = layer(target, 32, both=both, batch_first=batch_first, requires_grad=requires_grad)
     assert recurrent.steps_of(call) == 32
     assert footprint._found(call, "cpu") == footprint._observe_without_data(call, "cpu")

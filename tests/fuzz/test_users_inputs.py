@@ -25,7 +25,7 @@ from autopar.cli import main
 from autopar.cluster import ClusterSpec
 from autopar.comparing.device_ranges import clusters_of, is_range
 from autopar.core.mesh import Mesh
-from autopar.errors import LONGEST, AutoparError
+from autopar.errors import LONGEST_MESSAGE, AutoparError
 from autopar.explaining import what_if
 from autopar.planning.asked.option_environment import VARIABLE, settle
 from autopar.planning.asked.options import OPTIONS, PARALLELIZE, Options
@@ -400,7 +400,7 @@ def check_reader(name: str, count: int, folder: Path) -> None:
 
 
 def check_message(error: AutoparError, which: str) -> None:
-    assert len(str(error)) <= LONGEST, f"{which}: {error}"
+    assert len(str(error)) <= LONGEST_MESSAGE, f"{which}: {error}"
     assert all(error.as_words().values()), f"{which}: {error}"
     assert " at 0x" not in str(error) and "set_int_max_str_digits" not in str(error), f"{which}: {error}"
 
@@ -420,7 +420,7 @@ def test_what_users_write_is_taken_or_told(
     monkeypatch.chdir(tmp_path)
     check_reader(name, READERS[name].few, tmp_path)
     for line in capfd.readouterr().err.splitlines():
-        assert len(line) <= LONGEST + len("autopar: ")
+        assert len(line) <= LONGEST_MESSAGE + len("autopar: ")
 
 
 @pytest.mark.long

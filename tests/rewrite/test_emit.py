@@ -77,7 +77,7 @@ def test_a_recurrent_layer_is_written_as_if_all_its_steps_were_run() -> None:
     """Shapes and order in memory, of which many steps have what two have."""
     for batch_first in (True, False):
         emitter, layer = GraphEmitter(), torch.nn.LSTM(3, 4, 2, batch_first=batch_first)
-        for steps, samples in ((recurrent.MANY + 1, 5), (2, 5)):
+        for steps, samples in ((recurrent.MANY_STEPS + 1, 5), (2, 5)):
             shape = (samples, steps, 3) if batch_first else (steps, samples, 3)
             x = emitter.placeholder("x", TensorSpec(shape, torch.float32, requires_grad=True))
             states = [emitter.placeholder("h", TensorSpec((2, 5, 4), torch.float32)) for _ in range(2)]

@@ -8,7 +8,7 @@ import torch
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, Shard
-from autopar.sharding.atoms import FULLEST, Dims
+from autopar.sharding.atoms import MOST_EDGE_SHARES, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.rewrites.edge_operators import PLACE
 
@@ -79,6 +79,6 @@ def test_messages_are_cut_evenly_where_those_of_vertices_are_not_side_by_side(
 
 def test_a_rank_has_no_more_than_some_times_its_share_of_messages() -> None:
     """Of 21 messages on four ranks an even share is 6, of 24 as well."""
-    assert FULLEST * 6 == 18
+    assert MOST_EDGE_SHARES * 6 == 18
     assert rows(graph_of([0] * 18 + [1, 2, 3], 4), Mesh((4,)))[0][1] == (0, 18)
     assert rows(graph_of([0] * 21 + [1, 2, 3], 4), Mesh((4,)))[0][1] == (0, 6)

@@ -192,9 +192,9 @@ def knapsack(count: int) -> LinearProgram:
 
 def test_a_time_limit_is_kept_but_for_the_least_that_a_solver_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     for least, limit, status in ((1e-9, 60.0, "optimal"), (60.0, 1e-9, "optimal"), (60.0, None, "optimal")):
-        monkeypatch.setattr("autopar.solve.highs.LEAST_SECONDS", least)
+        monkeypatch.setattr("autopar.solve.highs.LEAST_SOLVE_SECONDS", least)
         assert solve(knapsack(30), time_limit=limit).status == status
-    monkeypatch.setattr("autopar.solve.highs.LEAST_SECONDS", 1e-9)
+    monkeypatch.setattr("autopar.solve.highs.LEAST_SOLVE_SECONDS", 1e-9)
     assert solve(knapsack(30), time_limit=1e-9).status == "time_limit"
 
 

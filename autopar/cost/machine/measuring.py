@@ -34,7 +34,7 @@ from costdb.measurement import Measurement
 from costdb.profiler import TOGETHER_BYTES, measure_together
 
 OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
-LEAST_SECONDS = 0.05  # that one takes with it, about
+LEAST_CALL_SECONDS = 0.05  # that one takes with it, about
 LONG_RUNS = 3  # of an operator that takes longer than its budget
 PORTION_SECONDS = 4.0  # of calls that are measured together, about
 PART = 0.5  # of what is left, that one round may take: the next may find other operators
@@ -116,7 +116,7 @@ class Measuring:
         seconds that they are thought to take."""
         room = min(PORTION_SECONDS, allowed / self.budget.pace)
         portion, rest, nbytes = list[Call](), list[tuple[Call, float]](), 0
-        thought = len(yardsticks(self.device)) * LEAST_SECONDS
+        thought = len(yardsticks(self.device)) * LEAST_CALL_SECONDS
         for call, estimated in waiting:
             own, seconds = held_bytes(call, self.device), seconds_to_measure(call, estimated)
             alone = not portion and seconds + thought <= allowed / self.budget.pace
@@ -151,7 +151,7 @@ def held_bytes(call: Call, device: str) -> int:
 def seconds_to_measure(call: Call, estimated: float) -> float:
     """About how long a call takes to measure, of which one run is estimated to take so many seconds."""
     compiling = COMPILE_SECONDS if call.target is FUSED else 0.0
-    return compiling + max(LEAST_SECONDS, LONG_RUNS * estimated)
+    return compiling + max(LEAST_CALL_SECONDS, LONG_RUNS * estimated)
 
 
 def yardsticks(device: str) -> tuple[Call, ...]:

@@ -23,7 +23,7 @@ from autopar.cost.machine.compute import estimate
 from autopar.errors import CostMissingError
 from costdb.measurement import Measurement
 
-NEAR = 2.0  # doublings, at most: what follows from farther calls is as uncertain as an estimate
+NEAR_DOUBLINGS = 2.0  # doublings, at most: what follows from farther calls is as uncertain as an estimate
 NEAREST = 4  # of which so many count
 SIZES = re.compile(r"\[([\d,]*)\]")  # of a tensor in the key of a call
 
@@ -37,7 +37,7 @@ class Neighbours:
 
     measured: Mapping[str, Measurement]
     device: DeviceModel
-    near: float = NEAR  # doublings
+    near: float = NEAR_DOUBLINGS  # doublings
     _families: dict[str, list[tuple[Sizes, Measurement]]] | None = None
     _ratios: dict[str, Ratio | None] = field(default_factory=dict)
     _doublings: dict[str, float] = field(default_factory=dict)  # to the nearest that counts
@@ -51,8 +51,8 @@ class Neighbours:
         return self._ratios[key]
 
     def is_near(self, call: Call) -> bool:
-        """Whether a neighbour is measured within `NEAR` doublings of a call."""
-        return self.ratio(call) is not None and self._doublings[call.key()] <= NEAR
+        """Whether a neighbour is measured within `NEAR_DOUBLINGS` doublings of a call."""
+        return self.ratio(call) is not None and self._doublings[call.key()] <= NEAR_DOUBLINGS
 
     def _interpolated(self, call: Call, key: str) -> Ratio | None:
         family, sizes = family_of(key)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.cost.operators.calls import OperatorCalls
     from autopar.cost.operators.prices import Price
 
-MOST = 16  # meshes and clusters that are remembered
+REMEMBERED_MESHES = 16  # meshes and clusters that are remembered
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training
     alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), PriceCache())
     key = mesh, cluster, *device
     found = _KNOWN.pop(key, None) or PriceCache(alike.local, alike.calls)
-    while len(_KNOWN) >= MOST:
+    while len(_KNOWN) >= REMEMBERED_MESHES:
         del _KNOWN[next(iter(_KNOWN))]
     _KNOWN[key] = found
     return found

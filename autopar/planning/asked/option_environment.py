@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from autopar.core.user_text import parse_json
-from autopar.errors import SHOWN, InputError, cut_text, show_value
+from autopar.errors import SHOWN_CHARACTERS, InputError, cut_text, show_value
 from autopar.planning.asked.options import HOW_IT_RUNS, OPTIONS, PARALLELIZE, PLAN, Options, without_none
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
@@ -61,7 +61,7 @@ def _read(environment: Mapping[str, str]) -> dict[str, Any]:
     if wrong:
         known = (*OPTIONS, _PLAN)
         near = [each for name in wrong if name not in known for each in get_close_matches(name, known, n=1)]
-        told = ", ".join(f"{cut_text(name, SHOWN)}={show_value(found[name])}" for name in wrong)
+        told = ", ".join(f"{cut_text(name, SHOWN_CHARACTERS)}={show_value(found[name])}" for name in wrong)
         raise _wrong(told, f"write {', '.join(near)}" if near else _EXAMPLE)
     return found
 

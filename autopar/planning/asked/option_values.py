@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar.core.cluster_keys import MOST_MEMORY_BYTES
 from autopar.core.costs import named_optimizer
 from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.mesh import Mesh
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from autopar.planning.asked.optimizer_state import OptimizerLike
 
 AUTO = "auto"
-MOST = 1_000_000  # pipeline ranks or micro-batches
-MOST_BYTES = 1 << 63
+MOST_COUNT = 1_000_000  # pipeline ranks or micro-batches
 MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 _DIM = re.compile(r"-?\d{1,9}")
@@ -78,7 +78,7 @@ def read_memory(memory: float | str | None) -> int | None:
     """Read bytes, or a text with a unit; None is no cap."""
     if isinstance(memory, str):
         memory = parse_bytes(memory, where="memory")
-    if memory is None or 1 <= memory < MOST_BYTES:
+    if memory is None or 1 <= memory < MOST_MEMORY_BYTES:
         return None if memory is None else int(memory)
     raise InputError(
         where="memory",
@@ -132,14 +132,14 @@ def read_count(flag: str, value: int | str | None) -> int | None:
     """Read a count of at least 1; None where it is to be chosen."""
     if value is None or value == AUTO:
         return None
-    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MOST)):
+    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MOST_COUNT)):
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNT:
         return value
     raise InputError(
         where=flag,
         found=show_value(value),
-        wanted=f"at least 1 and at most {MOST:,}, or auto",
+        wanted=f"at least 1 and at most {MOST_COUNT:,}, or auto",
         remedy=f"write {flag} 2",
     )
 

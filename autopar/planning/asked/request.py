@@ -30,7 +30,7 @@ from autopar.planning.asked.options import DEFAULT_GAP, MEASURE_SECONDS, Options
 from autopar.results.plan.plan import Plan
 from autopar.trace.forward.autocast import Autocast
 
-MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
+MOST_DEFAULT_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 _FEW = 4  # meshes that a message names
 
 
@@ -127,7 +127,7 @@ class Request:
                 refused.append(error)
         if not found:
             raise refused[0]
-        small = [kind for kind in found if self.actions(kind) <= MOST_ACTIONS]
+        small = [kind for kind in found if self.actions(kind) <= MOST_DEFAULT_ACTIONS]
         return small or [min(found, key=lambda kind: (self.actions(kind), kind is ScheduleKind.GPIPE))]
 
     def runnable(self) -> list[ScheduleKind]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.core.user_text import parse_json, read_text
-from autopar.errors import SHOWN, InputError, cut_text, show_value
+from autopar.errors import SHOWN_CHARACTERS, InputError, cut_text, show_value
 from autopar.results.comparison.comparison import Comparison
+from autopar.results.files.plan_laws import LARGEST_QUANTITY
 
-MOST = 1e30  # of seconds and bytes
 FIGURES = ("step_seconds", "measured_step_seconds", "peak_bytes", "measured_peak_bytes")
 
 
@@ -69,9 +69,13 @@ def _steps(document: Any, where: str) -> MeasuredSteps:
 def _step(row: Mapping[str, Any], where: str) -> MeasuredStep:
     figures = {name: row.get(name) for name in FIGURES}
     for name, value in figures.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= LARGEST_QUANTITY
+        ):
             raise _wrong(where, f"{name} {show_value(value)}")
-    return MeasuredStep(cut_text(str(row.get("name")), SHOWN), **figures)  # type: ignore[arg-type]
+    return MeasuredStep(cut_text(str(row.get("name")), SHOWN_CHARACTERS), **figures)  # type: ignore[arg-type]
 
 
 def _wrong(where: str, found: str) -> InputError:

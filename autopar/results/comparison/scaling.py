@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.results.plan.plan import Plan
 
-WORTH = 0.5  # of a device's work: what makes less of it is hardly worth its price
+LEAST_WORTH = 0.5  # of a device's work: what makes less of it is hardly worth its price
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Scaling:
         for last, row in pairwise(self.planned):
             assert last.plan is not None and row.plan is not None
             gained = last.plan.step_seconds / row.plan.step_seconds - 1
-            if gained < WORTH * (row.devices / last.devices - 1):
+            if gained < LEAST_WORTH * (row.devices / last.devices - 1):
                 break
             found = row
         return found

@@ -17,7 +17,7 @@ from autopar.results.plan.render_step import signed, told_parts
 from autopar.results.progress.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
-WIDEST = 200  # characters of a setting that are printed
+LONGEST_SETTING = 200  # characters of a setting that are printed
 
 
 @text_of.register
@@ -52,7 +52,8 @@ def _summary(found: Difference) -> Iterator[str]:
         word = "more" if found.peak_bytes > 0 else "less"
         yield f"{after} takes {show_bytes(abs(found.peak_bytes))} {word} memory a device than {before}"
     if found.graph:
-        yield f"they are plans of other programs, which first differ in {cut_text(found.graph, WIDEST)}"
+        place = cut_text(found.graph, LONGEST_SETTING)
+        yield f"they are plans of other programs, which first differ in {place}"
 
 
 def _settings(found: Difference) -> Iterator[RenderableType]:
@@ -62,7 +63,7 @@ def _settings(found: Difference) -> Iterator[RenderableType]:
     for heading in ("", *found.names):
         table.add_column(heading, overflow="fold")
     for item in found.settings:
-        table.add_row(item.what, item.before[:WIDEST], item.after[:WIDEST])
+        table.add_row(item.what, item.before[:LONGEST_SETTING], item.after[:LONGEST_SETTING])
     yield ""
     yield table
 

@@ -15,7 +15,7 @@ from autopar.results.files.text import html_of, text_of
 from autopar.results.plan.plan import Layer, Plan
 from autopar.results.plan.step_parts import StepParts
 
-SAME = 1e-3  # of a step: less can't be told from nothing
+LEAST_STEP_GAIN = 1e-3  # of a step: less can't be told from nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Change:
 
 def binds(cap: int, free: Outcome, base: Outcome) -> bool:
     """Whether the cap keeps the base from what is there without it, and that is faster."""
-    return free.peak_bytes > cap and free.step_seconds < base.step_seconds * (1 - SAME)
+    return free.peak_bytes > cap and free.step_seconds < base.step_seconds * (1 - LEAST_STEP_GAIN)
 
 
 @dataclass(frozen=True, slots=True)

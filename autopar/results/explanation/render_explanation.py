@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.explanation.explanation import SAME, Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.explanation.explanation import (
+    LEAST_STEP_GAIN,
+    Change,
+    Choice,
+    Explanation,
+    LayerChoices,
+    Outcome,
+)
 from autopar.results.files.text import as_text, text_of
 from autopar.results.plan.plan_words import UNKNOWN, gap_of, legend, operator_name, split_of
 from autopar.results.plan.render_plan import SAVED, legend_table
@@ -95,7 +102,7 @@ def _choice(choice: Choice, base: Outcome, *, chosen: bool) -> list[str]:
     own = [show_seconds(choice.compute), show_seconds(choice.communication), show_bytes(choice.saved)]
     price = "" if chosen else signed(outcome.price(base))
     whole = [show_seconds(outcome.step_seconds), price, gap_of(outcome.gap), show_bytes(outcome.peak_bytes)]
-    guessed = base.measured_share > outcome.measured_share + SAME
+    guessed = base.measured_share > outcome.measured_share + LEAST_STEP_GAIN
     remark = "chosen" if chosen else f"{outcome.measured_share:.0%} measured" if guessed else ""
     return [_split(choice), *own, *whole, remark]
 
@@ -117,9 +124,9 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
     bounds = (
         f" (from {signed(least)} to {signed(most)}, by both gaps)" if signed(least) != signed(most) else ""
     )
-    if price < -SAME * base.step_seconds:
+    if price < -LEAST_STEP_GAIN * base.step_seconds:
         verdict = f"spares {show_seconds(-price)}{bounds}, which the plan's gap leaves room for"
-    elif price < SAME * base.step_seconds:
+    elif price < LEAST_STEP_GAIN * base.step_seconds:
         verdict = "is as good"
     else:
         verdict = f"costs {show_seconds(price)}{bounds}"
@@ -140,7 +147,7 @@ def _against(layer: LayerChoices, runner: Choice, price: float, base: Outcome) -
 
 
 def _counts(seconds: float, base: Outcome) -> bool:
-    return abs(seconds) > SAME * base.step_seconds
+    return abs(seconds) > LEAST_STEP_GAIN * base.step_seconds
 
 
 def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:

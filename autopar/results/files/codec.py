@@ -26,7 +26,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
 from autopar.core.user_text import parse_json, read_text
 from autopar.core.version import VERSION
-from autopar.errors import SHOWN, AutoparError, InputError, cut_text, show_value
+from autopar.errors import SHOWN_CHARACTERS, AutoparError, InputError, cut_text, show_value
 from autopar.results.files.whole_file import write_whole
 
 FORMAT = 2  # of a file: another number gives its fields another meaning
@@ -68,7 +68,11 @@ def _faulty(path: str | Path, kind: type, faults: list[str]) -> InputError:
     more = f" and {len(faults) - FAULTS} more" if len(faults) > FAULTS else ""
     parts = [fault.rpartition(" @ ") for fault in faults[:FAULTS]]
     found = (
-        "; ".join(f"{cut_text(what, SHOWN)}{at}{cut_text(path, SHOWN)}" for what, at, path in parts) + more
+        "; ".join(
+            f"{cut_text(what, SHOWN_CHARACTERS)}{at}{cut_text(path, SHOWN_CHARACTERS)}"
+            for what, at, path in parts
+        )
+        + more
     )
     return _wrong(path, found, f"the fields of a {kind.__name__}")
 
@@ -102,9 +106,8 @@ def _read(path: str | Path, kind: str) -> dict[str, Any]:
     if document["kind"] != kind:
         raise _wrong(path, f"kind {show_value(document['kind'])}", f"kind {kind!r}")
     if document["format"] not in READ or isinstance(document["format"], bool):
-        found = (
-            f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
-        )
+        version = cut_text(str(document["autopar"]), SHOWN_CHARACTERS)
+        found = f"format {show_value(document['format'])} of autopar {version}"
         raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
     if not isinstance(document["result"], dict):
         raise _wrong(path, f"result {show_value(document['result'])}", f"the fields of a {kind}")

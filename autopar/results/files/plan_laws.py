@@ -17,9 +17,9 @@ from autopar.errors import InputError, show_value
 if TYPE_CHECKING:
     from autopar.results.plan.plan import Plan
 
-ROUNDING = -1e-6  # differences of seconds that are 0 in truth may lie a little below
-LARGEST = 1e30  # seconds, bytes or flops, whose sums and units stay finite
-MOST_ACTIONS = 1_000_000  # of all stages: to put more of them in order takes minutes
+LEAST_QUANTITY = -1e-6  # differences of seconds that are 0 in truth may lie a little below
+LARGEST_QUANTITY = 1e30  # seconds, bytes or flops, whose sums and units stay finite
+MOST_CHECKED_ACTIONS = 1_000_000  # of all stages: to put more of them in order takes minutes
 
 
 def broken_laws(plan: Plan) -> Iterator[str]:
@@ -32,8 +32,8 @@ def broken_laws(plan: Plan) -> Iterator[str]:
 
 def _numbers(path: str, value: Any) -> Iterator[str]:
     """Numbers that no cost or count can be. A gap is infinite where a search found no bound in time."""
-    most = math.inf if path.endswith(".gap") else LARGEST
-    if isinstance(value, (int, float)) and not ROUNDING <= value <= most:
+    most = math.inf if path.endswith(".gap") else LARGEST_QUANTITY
+    if isinstance(value, (int, float)) and not LEAST_QUANTITY <= value <= most:
         yield f"{show_value(value)} @ {path}"
     for name, child in _children(value):
         yield from _numbers(f"{path}{name}", child)
@@ -72,7 +72,7 @@ def _axes(plan: Plan) -> Iterator[str]:
 
 def _moments(plan: Plan) -> Iterator[str]:
     """Moments of operators that the plan hasn't got, or too many."""
-    if len(plan.moments) * plan.pipeline.micro_batches > MOST_ACTIONS:
+    if len(plan.moments) * plan.pipeline.micro_batches > MOST_CHECKED_ACTIONS:
         yield f"{len(plan.moments)} moments of each micro-batch @ result.moments"
     for index, moment in enumerate(plan.moments):
         if moment.layer is not None and moment.layer >= len(plan.layers):
@@ -83,7 +83,7 @@ def _stages(plan: Plan) -> Iterator[str]:
     """Numbers of stages, and what is said of each, that don't go together."""
     pipeline = plan.pipeline
     stages, count = pipeline.num_stages, pipeline.micro_batches
-    if stages * count > MOST_ACTIONS:
+    if stages * count > MOST_CHECKED_ACTIONS:
         yield f"{stages} stages by {show_value(count)} micro-batches @ result.pipeline"
         return
     if pipeline.ranks < 1 or count < 1:

@@ -12,7 +12,7 @@ from html import escape
 
 from rich.console import Console, RenderableType
 
-WIDTH = 120
+TEXT_WIDTH = 120  # columns
 
 
 @singledispatch
@@ -27,7 +27,7 @@ def html_of(result: object) -> str:
     return f"<pre>{escape(str(result))}</pre>"
 
 
-def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:
+def as_text(shown: RenderableType, *, width: int = TEXT_WIDTH) -> str:
     """What a terminal would show, as plain text."""
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True, highlight=False).print(shown)

@@ -22,9 +22,9 @@ from autopar.errors import InputError
 from autopar.results.files.whole_file import write_whole
 from autopar.units import show_bytes, show_seconds
 
-WIDTH = 110
+TIMELINE_WIDTH = 110  # columns
 NARROWEST = 20  # columns of a picture, labels apart
-LEAST = 2  # columns of the shortest action: one for its number and one for its mark
+LEAST_ACTION_COLUMNS = 2  # columns of the shortest action: one for its number and one for its mark
 BANDS = 8  # more of them, one below the other, nobody reads: then short actions lose their columns
 MARKS: dict[EventKind, tuple[str, str]] = {
     ActionKind.FORWARD: ("-", "forward"),
@@ -40,7 +40,7 @@ WAITING = (RankActivity.SYNC, RankActivity.COPIES)
 MICROSECONDS = 1e6  # in a second; the unit of trace files
 
 
-def timeline_text(timeline: Timeline, *, width: int = WIDTH) -> str:
+def timeline_text(timeline: Timeline, *, width: int = TIMELINE_WIDTH) -> str:
     """The timeline as a picture of at most `width` columns, in several bands if it is long.
 
     Below the picture stand what its marks mean, and how long each rank waits and what it holds.
@@ -112,7 +112,7 @@ def _columns_per_second(timeline: Timeline, room: int) -> float:
         return 0.0
     lengths = [event.stop - event.start for event in timeline.events if event.computes]
     shortest = min((length for length in lengths if length), default=total)
-    return min(BANDS * room, max(room, LEAST * total / shortest)) / total
+    return min(BANDS * room, max(room, LEAST_ACTION_COLUMNS * total / shortest)) / total
 
 
 def _line(timeline: Timeline, rank: int, stage: int, scale: float) -> str:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
-from autopar.results.files.text import WIDTH, as_text, text_of
+from autopar.results.files.text import TEXT_WIDTH, as_text, text_of
 from autopar.results.plan.fold_blocks import RepeatedRows, TableRow, fold_rows
 from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
 from autopar.results.plan.plan_words import (
@@ -28,13 +28,13 @@ from autopar.results.progress.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
-LARGEST = 6  # offloaded tensors that are named
+MOST_NAMED_OFFLOADS = 6  # tensors, the largest
 TAKEN = "this plan"
 SAVED = ("saved", "bytes that a device keeps from forward to backward")
 
 
 @text_of.register
-def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
+def plan_text(plan: Plan, *, width: int = TEXT_WIDTH) -> str:
     """The plan as plain text."""
     return as_text(render(plan), width=width)
 
@@ -188,7 +188,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
 def _offload(plan: Plan) -> list[str]:
     if not plan.offloaded:
         return []
-    largest = sorted(plan.offloaded, key=lambda item: -item.nbytes)[:LARGEST]
+    largest = sorted(plan.offloaded, key=lambda item: -item.nbytes)[:MOST_NAMED_OFFLOADS]
     names = ", ".join(f"{item.name} ({show_bytes(item.nbytes)})" for item in largest)
     others = len(plan.offloaded) - len(largest)
     nbytes = sum(item.nbytes for item in plan.offloaded)

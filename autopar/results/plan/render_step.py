@@ -9,7 +9,7 @@ from autopar.results.plan.plan import Plan
 from autopar.results.plan.step_parts import StepParts
 from autopar.units import show_seconds
 
-SHOWN = 5e-4  # of the step: parts below that don't change its three digits
+LEAST_SHOWN_SHARE = 5e-4  # of the step: parts below that don't change its three digits
 # The least and the most that measured steps took of what was predicted, of all pairs in docs/figures.md.
 LEAST, MOST = 0.66, 1.63
 
@@ -43,11 +43,13 @@ def step_lines(plan: Plan) -> Iterator[str]:
     whose = "on an average device" if plan.pipeline.is_staged else "on each device"
     error = f" ± {plan.error:.0%}" if plan.error else ""
     yield f"step      {show_seconds(plan.step_seconds)}{error} predicted, {whose} the sum of"
-    parts = [(seconds, what) for seconds, what in _parts(plan) if seconds > SHOWN * plan.step_seconds]
+    parts = [
+        (seconds, what) for seconds, what in _parts(plan) if seconds > LEAST_SHOWN_SHARE * plan.step_seconds
+    ]
     for seconds, what in parts:
         share = seconds / plan.step_seconds if plan.step_seconds else 0.0
         yield f"{show_seconds(seconds):>17}  {share:6.1%}  {what}"
-    if plan.parts.hidden > SHOWN * plan.step_seconds:
+    if plan.parts.hidden > LEAST_SHOWN_SHARE * plan.step_seconds:
         yield f"          {show_seconds(plan.parts.hidden)} of communication beside it hide behind compute"
 
 
@@ -83,7 +85,7 @@ def trust_lines(plan: Plan) -> Iterator[str]:
         f"interpolated from other sizes (± {INTERPOLATED_ERROR:.0%})": plan.interpolated_share,
         f"estimated (± {ESTIMATED_ERROR:.0%})": 1 - plan.measured_share - plan.interpolated_share,
     }
-    told = [f"{share:.0%} {what}" for what, share in shares.items() if share > SHOWN]
+    told = [f"{share:.0%} {what}" for what, share in shares.items() if share > LEAST_SHOWN_SHARE]
     yield f"trust     operator time is {', '.join(told)}{overlap}"
     yield f"          timed steps took {LEAST:.2f} to {MOST:.2f} times what measured operators had promised;"
     yield "          of estimates that isn't known: autopar compare --measure times strategies here"

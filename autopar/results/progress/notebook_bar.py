@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 Listener = Callable[[int, int, str], None]  # done, of how many, what
 B = TypeVar("B")
-EVERY = 0.2  # seconds between two pictures
+SECONDS_BETWEEN_PICTURES = 0.2
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class NotebookBar:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if now - self.last >= EVERY:
+        if now - self.last >= SECONDS_BETWEEN_PICTURES:
             self.last = now
             self.draw(bar_html(done, total, what))
 
@@ -79,7 +79,7 @@ class RelayedBar:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if now - self.last >= EVERY:
+        if now - self.last >= SECONDS_BETWEEN_PICTURES:
             self.last = now
             draft = self.path.with_suffix(".part")
             with suppress(OSError):  # the folder goes when nobody waits any more
@@ -120,7 +120,7 @@ def notebook_bar_of_workers(bar: B | None) -> Iterator[B | RelayedBar | None]:
 def _relay(relayed: RelayedBar, shown: Listener, ended: Event) -> None:
     """Draw what is told until all has ended."""
     before = None
-    while not ended.wait(EVERY):
+    while not ended.wait(SECONDS_BETWEEN_PICTURES):
         told = relayed.read()
         if told is not None and told != before:
             shown(*told)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-EVERY = 10.0  # seconds between lines
+SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(slots=True)
 class ProgressLines:
-    """Writes "autopar: 12 of 80, aten.conv2d.default" if the last line is `EVERY` seconds old."""
+    """Writes "autopar: 12 of 80, aten.conv2d.default" if the last line is `SECONDS_BETWEEN_LINES` old."""
 
     last: float
 
@@ -27,7 +27,7 @@ class ProgressLines:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if now - self.last >= EVERY:
+        if now - self.last >= SECONDS_BETWEEN_LINES:
             self.last = now
             count = f"measuring {done} of {total}: " if total else ""
             print(f"autopar: {count}{what}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from autopar.results.plan.plan_words import how_it_ended, what_gap_says
 from autopar.units import show_bytes, show_seconds
 
 WHOLE = 1000  # units of a bar's length
-LONGEST = 160  # characters of a name
+LONGEST_NAME = 160  # characters of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def share(key: str, value: float, digits: int = 0) -> Figure:
 
 def named(name: str) -> str:
     """A name as it is shown: whole, unless it would fill the page."""
-    return cut_text(name, LONGEST)
+    return cut_text(name, LONGEST_NAME)
 
 
 def scale(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from autopar.results.report.figures import (
 )
 from autopar.units import show_seconds
 
-SAME = 1e-6  # of a step: predictions that differ by more are of other plans
+PREDICTION_TOLERANCE = 1e-6  # of a step: predictions that differ by more are of other plans
 
 
 def measured_picture(plan: Plan, measured: MeasuredSteps) -> Picture:
@@ -43,7 +43,7 @@ def _other_plan(plan: Plan, measured: MeasuredSteps) -> str:
     own = next((step for step in measured.steps if step.name == measured.chosen), None)
     if own is None:
         return "The plan itself didn't run."
-    if abs(own.step_seconds - plan.step_seconds) <= SAME * plan.step_seconds:
+    if abs(own.step_seconds - plan.step_seconds) <= PREDICTION_TOLERANCE * plan.step_seconds:
         return ""
     return (
         f"The plan that ran was predicted to take {show_seconds(own.step_seconds)}, "

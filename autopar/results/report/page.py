@@ -19,7 +19,7 @@ from autopar.results.plan.frontier import Frontier
 from autopar.results.plan.plan import Plan
 from autopar.results.plan.render_plan import advice
 from autopar.results.plan.render_step import trust_lines
-from autopar.results.report.figures import LONGEST, key_figures
+from autopar.results.report.figures import LONGEST_NAME, key_figures
 from autopar.results.report.frontier_picture import frontier_picture
 from autopar.results.report.measured_picture import measured_picture
 from autopar.results.report.model_picture import axes_table, model_picture
@@ -27,7 +27,7 @@ from autopar.results.report.step_picture import step_picture, strategies_picture
 from autopar.results.report.time_picture import memory_picture, time_picture
 
 NOTES = 40  # that are shown, each of so many characters:
-NOTE = 4 * LONGEST
+NOTE = 4 * LONGEST_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.results.plan.plan import ONE_DEVICE, Alternative, Plan
 from autopar.results.plan.render_plan import TAKEN, reason_of
-from autopar.results.plan.render_step import SHOWN, parts_of
+from autopar.results.plan.render_step import LEAST_SHOWN_SHARE, parts_of
 from autopar.results.plan.step_parts import StepParts
 from autopar.results.report.figures import (
     Bar,
@@ -37,7 +37,7 @@ MEANINGS = {
 def step_picture(plan: Plan) -> Picture:
     """Where the seconds of the step go."""
     parts = parts_of(plan)
-    least = SHOWN * plan.step_seconds
+    least = LEAST_SHOWN_SHARE * plan.step_seconds
     found = {name: value for name, value in parts.as_dict().items() if name in MEANINGS and value > least}
     whose = "an average device" if plan.pipeline.is_staged else "each device"
     rows: list[tuple[Cell, ...]] = [

@@ -26,10 +26,10 @@ from autopar.results.report.figures import (
 )
 from autopar.units import show_bytes, show_seconds
 
-MOST = 4000  # events that are drawn
+MOST_DRAWN_EVENTS = 4000  # events that are drawn
 NARROW = 1.0  # of WHOLE: operators that take less are drawn as one
 POINTS = 250  # of a curve
-FULLEST = 10  # moments that a table shows
+MOST_TABLE_MOMENTS = 10  # moments that a table shows
 COLOURS: dict[EventKind, tuple[str, str]] = {
     ActionKind.FORWARD: ("time-forward", "forward"),
     RankActivity.RECOMPUTE: ("part-recompute", "forward again, to save memory"),
@@ -56,11 +56,11 @@ def time_picture(plan: Plan, timeline: Timeline) -> Picture:
     shown = [event for event in timeline.events if event.kind in COLOURS]
     if not plan.pipeline.is_staged:
         shown = _joined(shown, NARROW / units if units else 0.0)
-        if len(shown) > MOST:
+        if len(shown) > MOST_DRAWN_EVENTS:
             shown = _joined(shown, timeline.seconds)
-    drawn, rest = shown[:MOST], ""
-    if len(shown) > MOST:
-        rest = f"Only the first {MOST} of {len(shown)} actions are drawn."
+    drawn, rest = shown[:MOST_DRAWN_EVENTS], ""
+    if len(shown) > MOST_DRAWN_EVENTS:
+        rest = f"Only the first {MOST_DRAWN_EVENTS} of {len(shown)} actions are drawn."
     schedule = timeline.schedule
     kinds = {event.kind for event in drawn}
     if plan.pipeline.is_staged:
@@ -189,7 +189,7 @@ def _fullest(plan: Plan) -> FigureTable:
     """The operators that run when memory is fullest."""
     order = sorted(enumerate(plan.moments), key=lambda item: -item[1].nbytes)
     rows: list[tuple[Cell, ...]] = []
-    for number, moment in order[:FULLEST]:
+    for number, moment in order[:MOST_TABLE_MOMENTS]:
         layer = None if moment.layer is None else plan.layers[moment.layer]
         name = named(layer.module or layer.name) if layer else PHASES[moment.phase]
         took = seconds(f"moments.{number}.seconds", moment.seconds)

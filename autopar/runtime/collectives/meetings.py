@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives.local_sockets import SocketTransfer, Wires, connect
 
-FIRST = 100  # meetings, all of which are held
+FIRST_MEETINGS = 100  # meetings, all of which are held
 STEP_SECONDS = 0.02  # of a step to which what a meeting costs is compared
-SHARE = 0.005  # of such a step that meetings may take
+MOST_MEETING_SHARE = 0.005  # of such a step that meetings may take
 RAREST = 64  # at least one of so many is held
 _LENGTH_BYTES = 8
 _COST_UNIT = 1e-6  # seconds
@@ -61,7 +61,7 @@ class Meetings:
 
     def is_held(self, number: int) -> bool:
         """Whether the ranks meet before their call of this number."""
-        return number <= FIRST or number % self.stride == 0
+        return number <= FIRST_MEETINGS or number % self.stride == 0
 
     def are_alike(self, digest: bytes) -> bool:
         """Whether all ranks have the same digest, of 7 bytes; collective."""
@@ -73,7 +73,7 @@ class Meetings:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         largest, negative, slowest = extremes.tolist()
         self._cost = min(self._cost, time.perf_counter() - begin)
-        wanted = math.ceil(slowest * _COST_UNIT / (SHARE * STEP_SECONDS))
+        wanted = math.ceil(slowest * _COST_UNIT / (MOST_MEETING_SHARE * STEP_SECONDS))
         self.stride = min(RAREST, max(1, wanted))
         return bool(largest == -negative)
 

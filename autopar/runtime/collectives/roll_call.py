@@ -46,9 +46,9 @@ from autopar.runtime.launch import worker
 from autopar.trace.call.user_source import is_library
 
 TICK = 1.0  # seconds
-PATIENCE = 5.0  # seconds in a call before the others are looked at
-LONG = 30.0  # seconds in a call before the rank says so
-REMEMBERED = 32  # calls
+ROLL_CALL_SECONDS = 5.0  # seconds in a call before the others are looked at
+WARNING_SECONDS = 30.0  # seconds in a call before the rank says so
+REMEMBERED_CALLS = 32  # of which a rank tells others
 KEY = "autopar/roll_call/{rank}"
 TIMEOUT = timedelta(minutes=10)  # of a meeting, where no module says another
 _NONE = CollectiveCall("no call", "", 0)
@@ -79,7 +79,7 @@ class RollCall:
         """Begin the next call."""
         number = self._number + 1
         self._calls[number] = CollectiveCall(name, *_user_line())
-        self._calls.pop(number - REMEMBERED, None)
+        self._calls.pop(number - REMEMBERED_CALLS, None)
         self._number = number  # once the thread beside finds its call
         self._since, self._is_backward = time.monotonic(), False
 
@@ -171,7 +171,7 @@ class RollCall:
                 self._tell()
                 since, number = self._since, self._number
                 waited = 0.0 if since is None else time.monotonic() - since
-                if waited > PATIENCE:
+                if waited > ROLL_CALL_SECONDS:
                     self._look(number, waited)
             except RuntimeError:  # the store has ended with its rank, and the launcher ends the others
                 return
@@ -198,7 +198,7 @@ class RollCall:
                 self._fail(_has_ended(mine, self._rank, rank, calls.get(other["number"], _NONE)))
             if other["number"] < number:
                 absent.append(f"rank {rank} was last in {calls.get(other['number'], 'no call')}")
-        if absent and waited > LONG and self._warned != number and self._number == number:
+        if absent and waited > WARNING_SECONDS and self._warned != number and self._number == number:
             self._warned = number
             where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from autopar.trace.call.user_source import shown_path
 
 DIGEST_BYTES = 7  # a number that fits an int64 with either sign
 BACKWARD = "backward of"  # begins the name of a call that autograd makes
-SHOWN = 60  # characters of a value that an error repeats
+LONGEST_SHOWN_VALUE = 60  # characters of a value that an error repeats
 REMEDY = (
     "call state_dict, and whatever reads sharded tensors, on every rank, and save on one; "
     "change what forward reads on every rank alike"
@@ -87,7 +87,9 @@ def stated(number: int, call: CollectiveCall, parts: Iterable[StatementPart]) ->
 
 def _said(part: StatementPart) -> Said:
     digest = hashlib.blake2b(part.value, digest_size=DIGEST_BYTES).digest()
-    is_text = len(part.value) <= SHOWN and part.value.isascii() and part.value.decode().isprintable()
+    is_text = (
+        len(part.value) <= LONGEST_SHOWN_VALUE and part.value.isascii() and part.value.decode().isprintable()
+    )
     return Said(part.name, part.remedy, digest, part.value.decode() if is_text else "")
 
 

@@ -30,12 +30,12 @@ from autopar.trace.call.user_source import calling_line
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.values.structure import parts_of
 
-FIRST = 3  # calls of each shape that compare everything
+FIRST_CALLS = 3  # calls of each shape that compare everything
 STRIDE = 64  # calls from one that compares everything to the next
 SAMPLED = 64  # elements of a tensor in a sample
 SHORT_BYTES = 4096  # of a tensor that is compared byte by byte
 _WORD = 8  # bytes
-ROUNDING = 8  # epsilons of a tensor's largest number, by which replicas may differ
+REPLICA_EPSILONS = 8  # epsilons of a tensor's largest number, by which replicas may differ
 
 Copy = tuple[str, str, Tensor]  # a tensor's name, which rows of it some ranks have, and these
 _Key = tuple[str, str]
@@ -86,10 +86,10 @@ class Agreement:
         kind = (torch.is_grad_enabled(), autocast, *(tensor.shape for tensor in call.tensors))
         self._calls[kind] += 1
         self._count += 1
-        whole = self._calls[kind] <= FIRST or self._count % STRIDE == 0
+        whole = self._calls[kind] <= FIRST_CALLS or self._count % STRIDE == 0
         if not whole and not roll_call.meets():
             return
-        known = dict(held) if self._count <= FIRST or self._count % STRIDE == 0 else {}
+        known = dict(held) if self._count <= FIRST_CALLS or self._count % STRIDE == 0 else {}
         parts = (
             *self._parts(call, modes, known.items(), random, whole=whole),
             StatementPart("the program of this call", _STATE_READ, program.encode()),
@@ -100,7 +100,7 @@ class Agreement:
             assert changes is not None
             changes.let_differ()
 
-        if copies is not None and (self._count <= FIRST or self._count % STRIDE == 0):
+        if copies is not None and (self._count <= FIRST_CALLS or self._count % STRIDE == 0):
             compare_copies(copies)
 
     def check_state(
@@ -254,7 +254,9 @@ def _size(tensor: Tensor) -> tuple[float, float, float]:
     """The sum, the largest element, and how far sums may lie apart by roundings; nothing where one is NaN."""
     values = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     largest = float(values.abs().max()) if values.numel() else 0.0
-    rounding = ROUNDING * torch.finfo(tensor.dtype).eps * largest if tensor.is_floating_point() else 0.0
+    rounding = (
+        REPLICA_EPSILONS * torch.finfo(tensor.dtype).eps * largest if tensor.is_floating_point() else 0.0
+    )
     return float(values.sum().real), largest, rounding * values.numel()
 
 
@@ -282,7 +284,7 @@ def _is_rounding(tensor: Tensor) -> bool:
     """Whether a tensor is rank 0's but for a rounding; then it becomes that; collective."""
     theirs = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(theirs, src=0)
-    limit = ROUNDING * torch.finfo(tensor.dtype).eps * theirs.abs().max()
+    limit = REPLICA_EPSILONS * torch.finfo(tensor.dtype).eps * theirs.abs().max()
     is_apart = ~((tensor - theirs).abs().max() <= limit)  # where one is no number, too
     flag = is_apart.to(torch.int64).reshape(1)
     assert dist.group.WORLD is not None

@@ -52,7 +52,7 @@ Program = Bound | StagedProgram | Relay
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
-TRIALS = 3  # to prove that a program is one for all values of its numbers
+NUMBER_TRIALS = 3  # to prove that a program is one for all values of its numbers
 _TENSOR_STATE = attrgetter("dtype", "requires_grad")
 _MODE = attrgetter("training")
 
@@ -228,7 +228,7 @@ class CallPrograms:
         that can't be proved."""
         for entry in (*self.cache.of(key), *reversed(self.cache.like(key))):
             tried = trial(entry.guard, entry.constants, call.constants, entry.free)
-            if tried is None or self._failed.get(tried.name, 0) >= TRIALS:
+            if tried is None or self._failed.get(tried.name, 0) >= NUMBER_TRIALS:
                 continue
             known = entry.program.executable
             try:

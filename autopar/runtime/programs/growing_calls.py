@@ -20,7 +20,7 @@ from autopar.errors import InputError
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.reads.reachable_state import is_torch
 
-MOST = 3  # programs for inputs that grow
+MOST_GROWING_PROGRAMS = 3  # programs for inputs that grow
 
 
 class GrowingCalls:
@@ -37,12 +37,13 @@ class GrowingCalls:
             return
         self._count = self._count + 1 if _has_grown(self._last, tensors) else 1
         self._last = tensors
-        if self._count > MOST:
+        if self._count > MOST_GROWING_PROGRAMS:
             name = method.f_code.co_name
             self._last, self._count = (), 0
             raise InputError(
                 where=f"{name}, {calling_line()}",
-                found=f"calls of the model with ever longer inputs: a program for each, {MOST} were made",
+                found="calls of the model with ever longer inputs: a program for each, "
+                f"{MOST_GROWING_PROGRAMS} were made",
                 wanted="calls of few shapes",
                 remedy=f"call it on the serial model: {inside(name)}",
             )

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NEAR = 1e-6  # multipliers that differ by less are the same
+MULTIPLIER_TOLERANCE = 1e-6  # multipliers that differ by less are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +81,5 @@ class MultiplierSearch:
         self.costs.append(cost)
         self.lines.append(line_of(self.multiplier, cost=cost, seconds=seconds, shows=shows))
         self.multiplier, value = highest(self.lines)
-        known = any(abs(self.multiplier - other) < NEAR for other in self.tried)
+        known = any(abs(self.multiplier - other) < MULTIPLIER_TOLERANCE for other in self.tried)
         self.is_over = known or value - max(self.costs) <= self.gap * value

@@ -32,7 +32,7 @@ from autopar.solve.tables.choice_tables import WideError
 from autopar.solve.tables.priced_elimination import cheapest_at
 
 MEMORY_ROUNDS = 8
-ROUNDS = 24_000  # operators that are placed, in all, to find a plan that fits
+FITTING_EFFORT = 24_000  # operators that are placed, in all, to find a plan that fits
 FEWEST_ROUNDS = 4  # of the deepest programs
 # Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
 BRANCHING = 12 * SECOND
@@ -76,7 +76,7 @@ def choose(
     program, the fewer rounds of this it gets, and fewest in a `brief` search.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    rounds = ROUNDS // max(1, len(graph.operators))
+    rounds = FITTING_EFFORT // max(1, len(graph.operators))
     brief = brief and rounds < MOST_ROUNDS
     rounds = FEWEST_ROUNDS if brief else max(FEWEST_ROUNDS, rounds)
     search = _PlacementSearch(

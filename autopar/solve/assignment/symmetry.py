@@ -38,11 +38,11 @@ from autopar.solve.tables.choice_tables import WideError
 from autopar.solve.tables.elimination import eliminated
 from autopar.solve.tables.priced_elimination import eliminated_at
 
-WORTH = 0.01  # a gap for which the whole program is tried after all
+WHOLE_PROGRAM_GAP = 0.01  # a gap for which the whole program is tried after all
 NAMED_WORK = 30 * SECOND  # and with how much work
-FEW = 16  # strategies of an operator, of which most have a name of their own
-LONG = 100  # operators from which on choices are eliminated, if that can be and none are equal
-MANY = 300  # unlike ones, from which on also if some are equal
+FEW_STRATEGIES = 16  # strategies of an operator, of which most have a name of their own
+LEAST_ELIMINATED_OPERATORS = 100  # from which on choices are eliminated if they can be and none are equal
+MANY_OPERATOR_CLASSES = 300  # from which on they are eliminated also if some operators are equal
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -121,7 +121,7 @@ def choose_named(
         brief=brief,
         programs=programs,
     )
-    few = sum(map(len, space.strategies.values())) <= FEW * len(space.strategies)
+    few = sum(map(len, space.strategies.values())) <= FEW_STRATEGIES * len(space.strategies)
     if not alike or (few and not bounded):  # without names it would hardly be solved sooner
         return ask(space, bounded=bounded, cutoff=cutoff)
     nameless = partial(
@@ -153,7 +153,7 @@ def choose_named(
         found = ask(named(space, problem, answer, alike), bounded=False)
     except (InfeasibleError, SolverError):
         return ask(space, bounded=bounded)
-    if bound > -math.inf and found.seconds - bound > WORTH * found.seconds:
+    if bound > -math.inf and found.seconds - bound > WHOLE_PROGRAM_GAP * found.seconds:
         with contextlib.suppress(InfeasibleError, SolverError):  # there is a plan already
             named_all = ask(space, bounded=False, work=min(work, NAMED_WORK))
             found = min(found, named_all, key=lambda each: each.seconds)
@@ -168,8 +168,8 @@ def unlike(graph: Graph, space: Space, folding: Folding) -> tuple[Space, Folding
     others."""
     classes, count = len(space.strategies), len(graph.operators)
     if folding.count == 1:
-        return (space, folding) if count >= LONG else None
-    if classes < MANY or 2 * classes < count:
+        return (space, folding) if count >= LEAST_ELIMINATED_OPERATORS else None
+    if classes < MANY_OPERATOR_CLASSES or 2 * classes < count:
         return None
     strategies = {item.name: space.strategies[folding.class_of[item.name]] for item in graph.operators}
     return replace(space, strategies=strategies), Folding({name: name for name in strategies}, {}, 1)

@@ -21,7 +21,7 @@ from autopar.solve.program.problem import Problem
 from autopar.solve.tables.choice_tables import ChoiceTables, WideError
 from autopar.solve.tables.memory_tables import UNPRICED, MemoryTables
 
-MOST = 4  # programs that are remembered: of one mesh with names and without, folded and relaxed
+REMEMBERED_PROGRAMS = 4  # of one mesh with names and without, folded and relaxed
 
 
 class WrittenPrograms:
@@ -74,7 +74,7 @@ class WrittenPrograms:
         elif found.prices is not prices:
             found = found.under(prices)
         self.known[key] = found
-        while len(self.known) > MOST:
+        while len(self.known) > REMEMBERED_PROGRAMS:
             del self.known[next(iter(self.known))]
         return found
 

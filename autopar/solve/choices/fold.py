@@ -21,7 +21,7 @@ from autopar.core.graph import Graph, Operator
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import text_of
 
-LEAST = 8  # operators that a further run makes superfluous: fewer aren't worth a plan of less freedom
+LEAST_FOLDED_OPERATORS = 8  # that a run makes superfluous: fewer aren't worth a plan of less freedom
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _runs(graph: Graph, signs: tuple[int, ...], first: int, stop: int) -> list[B
         count -= 1
     run = BlockRun(start, period, count)
     whole = stop - first == len(signs)
-    if count <= 2 or not whole and period * (count - 1) < LEAST:
+    if count <= 2 or not whole and period * (count - 1) < LEAST_FOLDED_OPERATORS:
         return []
     return [*_runs(graph, signs, first, run.start), run, *_runs(graph, signs, run.stop, stop)]
 

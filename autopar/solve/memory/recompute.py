@@ -30,14 +30,14 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import Savings, savings
 from autopar.cost.stages.intervals import choose_places, crossing_bytes
 
-MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
+MOST_PART_PLACES = 600  # where parts may begin and end; tables grow with the square
 PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph
 LIMITS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)  # of all bytes that can be spared
 MODERATE = 0.12  # the limit of parts for an estimate
 REFINED = 3  # of the fastest candidates that fit
 CHANGES = 240  # of single parts that are tried in the end
-EFFORT = 6000  # operators that are replayed for that
-TRIALS = 24  # single parts that each of the fastest tries to give up
+CHANGE_EFFORT = 6000  # operators that are replayed for that
+PART_TRIALS = 24  # single parts that each of the fastest tries to give up
 TRIAL_EFFORT = 12_000  # operators that are replayed for that
 SLACK = 0.02  # of the cap, by which tables and replays may differ
 FALLBACKS = 8
@@ -119,12 +119,12 @@ class _Fitting:
     @property
     def trials(self) -> int:
         """How many single parts a candidate tries to give up: fewer in deep programs, which replay slowly."""
-        return min(TRIALS, TRIAL_EFFORT // len(self.priced.graph.operators))
+        return min(PART_TRIALS, TRIAL_EFFORT // len(self.priced.graph.operators))
 
     @property
     def refined(self) -> int:
         """How many of the fastest candidates that fit do so."""
-        return max(1, REFINED * self.trials // TRIALS)
+        return max(1, REFINED * self.trials // PART_TRIALS)
 
     def under(self, cap: int) -> FittedProgram:
         plain = self.fitted((), 0.0)
@@ -170,7 +170,7 @@ class _Fitting:
         def worth(each: FittedProgram) -> tuple[float, float, int]:
             return max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes
 
-        left = min(CHANGES, EFFORT // len(self.priced.graph.operators))
+        left = min(CHANGES, CHANGE_EFFORT // len(self.priced.graph.operators))
         while left > 0:
             neighbors = list(islice(_neighbors(found.program.recompute, table.places), left))
             left -= max(1, len(neighbors))
@@ -212,7 +212,7 @@ class _Fitting:
 
 def _table(priced: PricedProgram) -> Savings:
     crossing = crossing_bytes(priced)
-    return savings(priced, choose_places(crossing, MOST_PLACES))
+    return savings(priced, choose_places(crossing, MOST_PART_PLACES))
 
 
 def _candidates(table: Savings) -> Iterator[tuple[Segment, ...]]:

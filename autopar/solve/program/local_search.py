@@ -30,7 +30,7 @@ from autopar.solve.memory.recompute import fit
 from autopar.solve.program.decode import Choices, choices_of, decoded
 from autopar.solve.program.problem import Problem
 
-EFFORT = 8_000  # operators that are replayed, from all starts
+NEIGHBOR_EFFORT = 8_000  # operators that are replayed, from all starts
 FITTING = 100  # replays that it takes to fit parts anew, about
 FASTER = 1e-9  # relative
 
@@ -64,7 +64,7 @@ def search_locally(
     *,
     offload: Offload = Offload.NONE,
     deadline: float | None = None,
-    effort: int = EFFORT,
+    effort: int = NEIGHBOR_EFFORT,
 ) -> CandidatePlan:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is

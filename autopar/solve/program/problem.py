@@ -86,7 +86,7 @@ from autopar.solve.program.operator_variables import OperatorVariables
 from autopar.solve.program.saved_variables import SavedVariables
 
 FEWER = 2  # times as many moves as ways there must be for these to be solved sooner
-SMALL = 32  # moves, of which ways may be as many
+FEW_MOVES = 32  # moves, of which ways may be as many
 Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
 
 
@@ -228,7 +228,7 @@ class Problem:
         if set(moves) != {GatherPhase.EVERY}:
             return False
         network, allowed = tensor.network, moves[GatherPhase.EVERY]
-        if FEWER * len(starts) * len(use.needs) > max(SMALL, int(np.count_nonzero(allowed))):
+        if FEWER * len(starts) * len(use.needs) > max(FEW_MOVES, int(np.count_nonzero(allowed))):
             return False
         begin = np.array([network.place[layout] for layout, _ in starts], dtype=np.intp)
         ends = np.array([network.place[layout] for layout in use.needs], dtype=np.intp)

@@ -36,19 +36,19 @@ from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from autopar.units import show_bytes
 
-MOST_PLACES = 240  # of cuts; tables and paths grow with the square
+MOST_CUT_PLACES = 240  # of cuts; tables and paths grow with the square
 THRESHOLDS = (1.0, 1.003, 1.01, 1.03, 1.1)  # of the bound, for paths to start from
 STARTS = 2  # of them, the fastest, where ranks have several stages
-SETTLED = 3  # of them that are moved until ranks are even
+EVENED_STARTS = 3  # of them that are moved until ranks are even
 FORBIDDEN = 1e3  # times the seconds of a rank for all the cap's bytes that are too many
 POWER = 32  # of a norm of ranks' seconds that is nearly their maximum
 STRIDES = (1, 2, 4, 8, 16)  # places by which one cut moves
 GROUP = 8  # neighbouring cuts that move together by one place
-ROUNDS = 40  # of the descent
+DESCENT_ROUNDS = 40  # of the descent
 HOPELESS = 1.05  # times as slow as another schedule
 BATCH = 256  # cuts timed at once
-MOST_NODES = 4000  # partial cuts that the proof may visit
-MOST_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in the descent
+MOST_PROOF_NODES = 4000  # partial cuts that the proof may visit
+MOST_PROOF_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in the descent
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class _CutSearch:
             raise _infeasible(problem.levels, problem.schedule, problem.cap or 0)
         best, proven = starts[0], False
         if best[1] <= cutoff * HOPELESS:
-            rounds = min(ROUNDS, 1 + MOST_ACTIONS // 10 // self.actions)
+            rounds = min(DESCENT_ROUNDS, 1 + MOST_PROOF_ACTIONS // 10 // self.actions)
             ends = [self.descend(start, problem.seconds, rounds) for start in starts]
             best, proven = self.prove(min(ends, key=lambda each: each[1]))
         path, seconds = best
@@ -215,7 +215,7 @@ class _CutSearch:
             found.append(np.searchsorted(places, [*self.known, places[-1]]))
         paths = np.unique(np.stack([path for path in found if path is not None]), axis=0)
         if several:
-            first = paths[np.argsort(self.unevenness(paths), kind="stable")[:SETTLED]]
+            first = paths[np.argsort(self.unevenness(paths), kind="stable")[:EVENED_STARTS]]
             settled = [
                 self.descend((path, math.inf), lambda paths, _: self.unevenness(paths))[0] for path in first
             ]
@@ -256,7 +256,9 @@ class _CutSearch:
             path.append(int(choice[path[-1]]))
         return np.asarray(path)
 
-    def descend(self, best: tuple[Path, float], worth: Worth, rounds: int = ROUNDS) -> tuple[Path, float]:
+    def descend(
+        self, best: tuple[Path, float], worth: Worth, rounds: int = DESCENT_ROUNDS
+    ) -> tuple[Path, float]:
         """Move cuts for as long as that makes them less in `worth`."""
         for _ in range(rounds):
             around, below = self.neighbours(best[0]), best[1] * (1 - 1e-9)
@@ -297,7 +299,7 @@ class _CutSearch:
     def contenders(self, limit: float) -> Iterator[list[int] | None]:
         """The paths all of whose Q are below `limit`, depth first; None, and the end, if there are too
         many."""
-        limit, nodes = limit * (1 - 1e-9), min(MOST_NODES, 1 + MOST_ACTIONS // self.actions)
+        limit, nodes = limit * (1 - 1e-9), min(MOST_PROOF_NODES, 1 + MOST_PROOF_ACTIONS // self.actions)
         waiting = [[0]]
         while waiting:
             path = waiting.pop()

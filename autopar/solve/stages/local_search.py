@@ -22,20 +22,20 @@ from autopar.solve.program.local_search import FASTER, neighbors
 from autopar.solve.program.problem import Problem
 from autopar.solve.stages.step import Step
 
-EFFORT = 4_000  # operators that are cut
-FEW = 100  # cuts: fewer are not worth to begin where memory is scarce
-MANY = 300  # nor are fewer than these where it is not
+CUT_EFFORT = 4_000  # operators that are cut
+FEWEST_CUTS_IF_SCARCE = 100  # cuts: fewer are not worth to begin where memory is scarce
+FEWEST_CUTS = 300  # nor are fewer than these where it is not
 
 
 def cuts_left(operators: int) -> int:
     """How many assignments of so many operators `improved_step` cuts at most."""
-    return EFFORT // operators
+    return CUT_EFFORT // operators
 
 
 def is_worthwhile(operators: int, *, scarce: bool) -> bool:
     """Whether enough assignments can be cut, where memory is scarce or where it is not. Where it is scarce,
     the fastest may be far from the best."""
-    return cuts_left(operators) >= (FEW if scarce else MANY)
+    return cuts_left(operators) >= (FEWEST_CUTS_IF_SCARCE if scarce else FEWEST_CUTS)
 
 
 def improved_step(

@@ -55,7 +55,7 @@ from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
 from autopar.solve.stages.cut_costs import CutProblem, bottleneck
 
-CLOSE = 2e-4  # of the seconds, to which the bound is sought
+RANK_BOUND_TOLERANCE = 2e-4  # of the seconds, to which the bound is sought
 LAPS = 2
 KNOTS = (
     4  # counts of micro-batches for which a price is looked up; between them it grows no slower than a line
@@ -93,7 +93,7 @@ def pair_bound(problem: CutProblem, most: float, scarcity: Scarcity | None = Non
     ranks = _ranks(problem, scarcity)
     if not _meet(ranks, high):
         return high
-    while high - low > CLOSE * most:
+    while high - low > RANK_BOUND_TOLERANCE * most:
         middle = (low + high) / 2
         low, high = (low, middle) if _meet(ranks, middle) else (middle, high)
     return low

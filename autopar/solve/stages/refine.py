@@ -27,14 +27,14 @@ from autopar.cost.stages.intervals import Intervals, choose_places, crossing_byt
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
 from autopar.solve.deadline import is_over
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cut_at, cuts
+from autopar.solve.stages.cut_search import MOST_CUT_PLACES, Cut, closer_bound, cut_at, cuts
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.step import Parting, Step, levels, share_of, staged, step_of
 
 MOST_NEIGHBORS = 360  # places around those of a cut
 RECUTS = 2
-SETTLED = 0.3  # of all operators: if more can't follow other assignments, new conversions join them
+MOST_SETTLED_SHARE = 0.3  # of operators; if more can't follow other assignments, conversions join them
 WORTHWHILE = 2e-3  # of a step's seconds
 
 
@@ -71,7 +71,7 @@ class Refinement:
 
     def of(self, step: Step) -> Step:
         """The step with all that makes it faster, and its bound."""
-        places = choose_places(crossing_bytes(step.solution.priced), MOST_PLACES)
+        places = choose_places(crossing_bytes(step.solution.priced), MOST_CUT_PLACES)
         self.sought = [_SearchedCuts(step.bound, places, self.schedules)]
         step = self.filled(self.shifted(step))
         if not is_over(self.deadline) and (mixed := self.mixed(step)):
@@ -189,7 +189,7 @@ class Refinement:
         graph, prices, schedule = self.graph, self.prices, step.schedule
         plain = step.solution.priced.plain
         mixture = Mixture([plain.program, *self.others], prices)
-        if len(mixture.settled) > SETTLED * len(graph.operators):
+        if len(mixture.settled) > MOST_SETTLED_SHARE * len(graph.operators):
             mixture = Mixture([plain.program, *self.others], prices, joins=True)
         apart = inseparable(graph)
         around = _around(step.cut.starts, len(graph.operators))

@@ -28,7 +28,7 @@ from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.program.solution import Solution, check_cutoff
 from autopar.solve.stages.cut_search import (
-    MOST_PLACES,
+    MOST_CUT_PLACES,
     Cut,
     ScheduledCut,
     best,
@@ -41,7 +41,7 @@ from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
-TRIES = 3  # of caps for tables, where the replay finds more
+CAP_TRIES = 3  # of caps for tables, where the replay finds more
 LOWER = 0.99  # of the cap, beside what was too much
 PROBES = 4  # of where in a stage the level changes
 
@@ -128,7 +128,7 @@ def staged(
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
     elif places is None:
-        places = choose_places(crossing_bytes(priced), MOST_PLACES)
+        places = choose_places(crossing_bytes(priced), MOST_CUT_PLACES)
     if starts is None:
         apart = inseparable(graph)
         places = tuple(place for place in places if place not in apart)
@@ -235,7 +235,7 @@ class _Lean:
         programs = levels(self.priced, recompute=self.recompute, offloads=way.offloads)
         lean = [intervals(each, hop, places=places) for each in programs[1:]]
         cap = self.cap
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(CAP_TRIES)):
             cut, schedule = best(self.cuts([self.table, *lean], way, cap))
             try:
                 priced, exact = _parted(programs, hop, schedule, self.cap, cut, places)

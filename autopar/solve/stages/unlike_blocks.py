@@ -23,7 +23,7 @@ from autopar.solve.choices.fold import Folding
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.step import Step
 
-TRIES = 5  # places at which blocks turn that are priced
+TURN_TRIES = 5  # places at which blocks turn that are priced
 
 
 def turned(
@@ -42,7 +42,7 @@ def turned(
     places, found = [0, *seams(graph, folding), len(graph.operators)], list[PricedProgram]()
     low, high = 0, len(places) - 1  # all blocks show, and all hide
     above, below = excess(programs[1]), excess(programs[0])
-    for _ in range(TRIES):
+    for _ in range(TURN_TRIES):
         if high - low < 2 or above <= below:
             break
         middle = low + round((high - low) * above / (above - below))

@@ -34,10 +34,10 @@ from autopar.solve.tables.priced_elimination import program_of
 
 CUTS = 10  # prices that are tried
 ENOUGH = 2e-3  # of the seconds: the bound rises by no more
-FIRST = 0.3  # of the fastest assignment's seconds, what its bytes cost at first
+FIRST_PRICE_SHARE = 0.3  # of the fastest assignment's seconds, what its bytes cost at first
 HIGHEST = 30.0  # the same, at most
 REPLAYS = 4  # mixtures that are replayed
-NEAR = 0.01  # of the cap: a plan that holds so much less is replayed no more
+NEAR_CAP_SHARE = 0.01  # of the cap: a plan that holds so much less is replayed no more
 LOWER = (1.0, 0.7)  # times the best prices: for a bound on plans that compute something again
 
 
@@ -85,7 +85,7 @@ class CappedElimination:
 
     def first_prices(self) -> RowPrices:
         totals = self.found[0].totals
-        price = FIRST * totals.seconds / max(1.0, totals.most)
+        price = FIRST_PRICE_SHARE * totals.seconds / max(1.0, totals.most)
         return RowPrices(price / 2, price / 2)
 
     # -- prices -----------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ class CappedElimination:
             beyond = plan.peak.nbytes - each.totals.most
             if plan.peak.nbytes <= self.cap:
                 self.plans.append(plan)
-                if each.totals.most >= (self.cap - beyond) * (1 - NEAR):
+                if each.totals.most >= (self.cap - beyond) * (1 - NEAR_CAP_SHARE):
                     break
-            cap = min(cap * (1 - NEAR), self.cap - beyond)
+            cap = min(cap * (1 - NEAR_CAP_SHARE), self.cap - beyond)
             prices = self.climb(prices, cap)
         if not self.plans and tried and (plan := self.plan(tried[-1])) is not None:
             plan = completed(plan.priced, self.cap, recompute=self.recompute, offload=self.offload)

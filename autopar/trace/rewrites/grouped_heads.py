@@ -17,7 +17,7 @@ from autopar.trace.forms.call_forms import arguments_of, called, is_view
 from autopar.trace.forms.simplify import without_dead_code
 from autopar.trace.forms.spread_out import is_spread_out
 
-WIDEST = 256  # elements of a head, of which fused kernels take shared keys
+WIDEST_HEAD = 256  # elements of a head, of which fused kernels take shared keys
 
 
 def with_grouped_heads(graph: Graph) -> Graph:
@@ -65,7 +65,7 @@ class _HeadReader:
     def _fit(self, key: str, value: str) -> bool:
         """Whether fused kernels take these."""
         keys, values = self._shape(key), self._shape(value)
-        return keys[-3] == values[-3] and keys[-1] == values[-1] <= WIDEST
+        return keys[-3] == values[-3] and keys[-1] == values[-1] <= WIDEST_HEAD
 
     def _spread(self, name: str) -> _SpreadHeads | None:
         casts: list[Operator] = []

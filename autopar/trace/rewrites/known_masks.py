@@ -26,7 +26,7 @@ from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeata
 from autopar.trace.forms.call_forms import arguments_of, called, is_view
 from autopar.trace.forms.simplify import without_dead_code
 
-LARGEST = 2**28  # bytes of one tensor while a mask is computed
+MOST_MASK_BYTES = 2**28  # bytes of one tensor while a mask is computed
 HIDDEN = torch.finfo(torch.float16).min  # added to a score, leaves it a weight of exactly zero
 
 
@@ -87,7 +87,7 @@ class _ConstantValues:
         alike = _alike_dims(operands.values()) if shared else frozenset[int]()
         names = [name for name in item.results if name]
         nbytes = (self._nbytes(name, alike) for name in names)
-        if not is_view(item.target) and max(nbytes, default=0) > LARGEST:
+        if not is_view(item.target) and max(nbytes, default=0) > MOST_MASK_BYTES:
             return {}
         try:
             results = _run(item, {name: _once(value, alike) for name, value in operands.items()})

@@ -14,7 +14,7 @@ from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P, R, Shard
 from autopar.cost.machine.model import CostModel
-from autopar.cost.operators.known_prices import MOST, PriceCache, known_prices
+from autopar.cost.operators.known_prices import REMEMBERED_MESHES, PriceCache, known_prices
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, sign_of, strategies_of
@@ -150,6 +150,6 @@ def test_prices_are_known_by_all_that_they_depend_on() -> None:
     assert known_prices(CLUSTER, Mesh((4,)), measuring, training=True) is not known_prices(
         CLUSTER, Mesh((4,)), measuring, training=True
     )
-    for size in range(MOST):
+    for size in range(REMEMBERED_MESHES):
         known_prices(CLUSTER, Mesh((size + 5,)), MODEL, training=True)
     assert known_prices(CLUSTER, Mesh((4,)), MODEL, training=True) is not first  # forgotten

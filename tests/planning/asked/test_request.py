@@ -51,8 +51,8 @@ def test_of_schedules_too_long_to_time_the_shortest_is_tried(
     asked = Request(pipeline_ranks=3, micro_batches=6, schedule=None)
     plain, virtual = 2 * 3 * 6, 2 * 3 * 2 * 6
     assert asked.actions(ONE_F_ONE_B) == plain and asked.actions(ScheduleKind.ZBV) == virtual
-    monkeypatch.setattr(request_module, "MOST_ACTIONS", plain)
+    monkeypatch.setattr(request_module, "MOST_DEFAULT_ACTIONS", plain)
     assert set(asked.kinds()) == {GPIPE, ONE_F_ONE_B, ZB1P}
-    monkeypatch.setattr(request_module, "MOST_ACTIONS", plain - 1)
+    monkeypatch.setattr(request_module, "MOST_DEFAULT_ACTIONS", plain - 1)
     (kind,) = asked.kinds()
     assert asked.actions(kind) == plain and kind is not GPIPE

@@ -27,7 +27,7 @@ class Notebook:
         display.display = self.display  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "IPython", ipython)
         monkeypatch.setitem(sys.modules, "IPython.display", display)
-        monkeypatch.setattr(module, "EVERY", 0.0)
+        monkeypatch.setattr(module, "SECONDS_BETWEEN_PICTURES", 0.0)
 
     def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Notebook:
         assert raw and display_id
@@ -76,7 +76,7 @@ def test_a_listener_is_told_alone_and_terminals_show_none(monkeypatch: pytest.Mo
 
 def test_progress_of_another_process_is_drawn_here(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = Notebook(monkeypatch, kernel=object())
-    monkeypatch.setattr(module, "EVERY", 0.01)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_PICTURES", 0.01)
     with notebook_bar_of_workers(None) as bar:
         assert isinstance(bar, RelayedBar) and bar.read() is None
         sent = pickle.loads(pickle.dumps(bar))

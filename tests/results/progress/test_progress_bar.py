@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from autopar.results.progress import progress_bar
-from autopar.results.progress.progress_bar import EVERY, ProgressBar
+from autopar.results.progress.progress_bar import SECONDS_BETWEEN_LINES, ProgressBar
 
 
 def test_a_line_is_written_every_so_often(
@@ -20,7 +20,7 @@ def test_a_line_is_written_every_so_often(
     with bar.shown():
         for done, what in enumerate(["relu", "conv", "mm", "add"]):
             bar(done, 4, what)
-            now += 0.6 * EVERY
+            now += 0.6 * SECONDS_BETWEEN_LINES
         bar(0, 0, "found a step of 2 s")
     bar(1, 2, "after it was shown")
     out, err = capsys.readouterr()

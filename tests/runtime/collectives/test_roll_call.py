@@ -17,7 +17,7 @@ import autopar
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from autopar.runtime.collectives import roll_call
 
-roll_call.PATIENCE, roll_call.LONG = 1.0, 2.0
+roll_call.ROLL_CALL_SECONDS, roll_call.WARNING_SECONDS = 1.0, 2.0
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
 x = torch.ones(8, 6)

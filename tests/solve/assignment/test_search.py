@@ -84,7 +84,7 @@ def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: p
 
     def solves(rounds: int, *, brief: bool) -> tuple[int, Solution | None]:
         solved.clear()
-        monkeypatch.setattr(search, "ROUNDS", rounds)
+        monkeypatch.setattr(search, "FITTING_EFFORT", rounds)
         found = None
         with contextlib.suppress(InfeasibleError):
             found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9, brief=brief)

@@ -19,7 +19,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.assignment import symmetry
 from autopar.solve.assignment.search import choose
-from autopar.solve.assignment.symmetry import WORTH, axes_alike, choose_named, forget, unlike
+from autopar.solve.assignment.symmetry import WHOLE_PROGRAM_GAP, axes_alike, choose_named, forget, unlike
 from autopar.solve.choices.fold import fold
 from autopar.solve.choices.space import build_space
 from tests.proof.models import Script
@@ -44,7 +44,7 @@ def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     best = choose(graph, prices, space, folding, gap=1e-9)
     found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, bounded=True)
     assert found.bound <= best.seconds * (1 + 1e-6)
-    assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds / (1 - WORTH)
+    assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds / (1 - WHOLE_PROGRAM_GAP)
 
 
 def test_few_strategies_keep_their_names_where_no_bound_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +86,9 @@ def test_where_many_are_unlike_those_that_are_equal_are_chosen_by_themselves_too
     assert folding.count > 1 and unlike(graph, space, folding) is None
     ask = partial(choose_named, graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
     folded = ask(bounded=True)
-    monkeypatch.setattr(symmetry, "MANY", len(space.strategies) + 1)
+    monkeypatch.setattr(symmetry, "MANY_OPERATOR_CLASSES", len(space.strategies) + 1)
     assert unlike(graph, space, folding) is None
-    monkeypatch.setattr(symmetry, "MANY", len(space.strategies))
+    monkeypatch.setattr(symmetry, "MANY_OPERATOR_CLASSES", len(space.strategies))
     apart = unlike(graph, space, folding)
     assert apart is not None
     assert apart[0].strategies.keys() == {item.name for item in graph.operators}

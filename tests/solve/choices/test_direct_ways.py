@@ -43,7 +43,7 @@ def test_the_least_cost_is_that_over_single_moves(
     make: Callable[[], Graph], named: bool, cap: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = make()
-    monkeypatch.setattr(written, "SMALL", 0)
+    monkeypatch.setattr(written, "FEW_MOVES", 0)
     monkeypatch.setattr(written, "FEWER", 1 << 40)
     flows, by_moves = answered(graph, named=named, cap=cap)
     monkeypatch.setattr(written, "FEWER", 0)

@@ -222,7 +222,7 @@ def test_a_search_that_begins_at_a_known_cut_is_not_slower(
     schedule = schedule_of(kind, 3, 6)
     tables = [random_table(Random(seed), 20) for seed in range(4)]
     best = [cut(table, schedule) for table in tables]
-    for limit in ("ROUNDS", "MOST_NODES"):
+    for limit in ("DESCENT_ROUNDS", "MOST_PROOF_NODES"):
         monkeypatch.setattr(f"autopar.solve.stages.cut_search.{limit}", 0)
     monkeypatch.setattr("autopar.solve.stages.cut_search.THRESHOLDS", (1.5,))
     hasty = [cut(table, schedule) for table in tables]
@@ -247,7 +247,7 @@ def test_the_least_memory_that_would_do_is_told() -> None:
 def test_the_bound_holds_where_the_proof_is_not_finished(
     kind: ScheduleKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_NODES", 3)
+    monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_PROOF_NODES", 3)
     for seed in range(4):
         schedule = schedule_of(kind, 2, 4)
         table = random_table(Random(seed), 9)
@@ -277,7 +277,7 @@ def test_the_bound_under_several_schedules_is_one_on_all_of_them(
     table = random_table(Random(seed), 9)
     least = min(seconds for each in schedules for seconds, _, _ in all_cuts(table, each))
     for limit in (4000, 3):
-        monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_NODES", limit)
+        monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_PROOF_NODES", limit)
         for order in (schedules, schedules[::-1]):
             found, schedule = best(cuts([table], order))
             assert found.bound <= least * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)

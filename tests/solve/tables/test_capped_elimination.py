@@ -121,7 +121,7 @@ def test_a_plan_under_a_cap_that_binds_is_close_to_the_bound(monkeypatch: pytest
     space = build_space(graph, prices, folding)
     free = choose_named(graph, prices, space, folding, cap=None, **ANYHOW)  # type: ignore[arg-type]
     cap = int(0.85 * free.peak.nbytes)
-    monkeypatch.setattr("autopar.solve.assignment.symmetry.LONG", 0)
+    monkeypatch.setattr("autopar.solve.assignment.symmetry.LEAST_ELIMINATED_OPERATORS", 0)
     found = choose_named(graph, prices, space, folding, cap=cap, **ANYHOW)  # type: ignore[arg-type]
     assert free.seconds < found.bound <= found.seconds < 1.05 * found.bound
     assert found.peak.nbytes <= cap

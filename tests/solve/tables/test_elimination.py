@@ -104,7 +104,7 @@ def test_wide_graphs_are_left_to_the_integer_program(monkeypatch: pytest.MonkeyP
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
     ask = {"cap": None, "gap": 1e-9, "time_limit": None, "bounded": True}
-    monkeypatch.setattr("autopar.solve.assignment.symmetry.LONG", 0)
+    monkeypatch.setattr("autopar.solve.assignment.symmetry.LEAST_ELIMINATED_OPERATORS", 0)
     exact = choose_named(graph, prices, space, folding, **ask)  # type: ignore[arg-type]
     assert exact.status == "optimal" and exact.gap == pytest.approx(0, abs=1e-9)
     for module, limit in (

@@ -75,7 +75,7 @@ def test_long_graphs_are_solved_so(monkeypatch: pytest.MonkeyPatch) -> None:
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
     whole = choose(graph, prices, space, folding, gap=1e-9, memory_price=price)
-    monkeypatch.setattr(symmetry, "LONG", 0)
+    monkeypatch.setattr(symmetry, "LEAST_ELIMINATED_OPERATORS", 0)
     monkeypatch.setattr(symmetry, "choose", None)
     found = choose_named(
         graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, memory_price=price, bounded=True
