@@ -1,7 +1,7 @@
 """Which rows an operator places where, if constants say so: many forms, read as one.
 
-scatter_add(x, 0, i.view(-1, 1).expand(E, F), rows)     Placed(0, i, rows, "sum", x, includes=True)
-segment_reduce(rows, "mean", lengths=[3, 1, 2])         Placed(0, 0 0 0 1 2 2, rows, "mean", length=3)
+scatter_add(x, 0, i.view(-1, 1).expand(E, F), rows)     RowPlacement(0, i, rows, "sum", x, includes=True)
+segment_reduce(rows, "mean", lengths=[3, 1, 2])         RowPlacement(0, 0 0 0 1 2 2, rows, "mean", length=3)
 """
 
 from __future__ import annotations
