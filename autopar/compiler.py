@@ -186,7 +186,7 @@ class Compiler(Planner):
 
 
 def early_note(cap: int, peak: int, room: float) -> str:
-    """What a plan under a cap has no room for."""
+    """A note that a plan's peak leaves no room under the cap for exchanges that start early."""
     left, each = (show_bytes(max(0, int(nbytes))) for nbytes in (cap - peak, room))
     return (
         f"overlap: no exchange starts early, as the plan's peak of {show_bytes(peak)} leaves {left} of the "

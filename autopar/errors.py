@@ -109,7 +109,7 @@ class AutoparError(Exception):
         AutoparError.__init__(self, where=self.where, found=self.found, wanted=self.wanted, remedy=remedy)
 
     def as_words(self) -> dict[str, str]:
-        """What another error of the tree is made of."""
+        """The error's fields, of which another class of the tree can be made."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def as_dict(self) -> dict[str, str]:
@@ -184,7 +184,7 @@ class OverCapError(InfeasibleError):
             self._remedies.append(remedy)
 
     def as_words(self) -> dict[str, str]:
-        """What another error of the tree is made of."""
+        """The error's fields, of which another class of the tree can be made."""
         return self.told.as_words()
 
     def as_dict(self) -> dict[str, str]:

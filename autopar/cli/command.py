@@ -17,7 +17,7 @@ from autopar.planning.asked.options import OPTIONS, Door, Options
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """What a command prints: an object, or something for a person; and how it ends."""
+    """A command's output: an object for JSON, a text for a person, and the exit code."""
 
     document: dict[str, Any]
     text: RenderableType

@@ -16,7 +16,7 @@ _RANGE = re.compile(r"(local|.+\.toml):(\d{1,9})-(\d{1,9})")
 
 
 def is_range(text: str) -> bool:
-    """Whether a `--cluster` asks for several numbers of devices."""
+    """Whether a `--cluster` names a range of device counts."""
     return _RANGE.fullmatch(text) is not None
 
 

@@ -53,7 +53,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class ContestJob:
-    """What every rank is told."""
+    """The job that every rank of a contest receives."""
 
     source: str
     cluster: ClusterSpec
@@ -199,7 +199,7 @@ class Contest:
 
     @property
     def autocast(self) -> Autocast:
-        """What the serial step computes in, as the others do."""
+        """The autocast state of the serial step, equal to that of the others."""
         return self.job.request.autocast(self.job.cluster)
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -50,7 +50,7 @@ class ProgressDisplay(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured; `operators` are calls, and `plan` is the target's by these numbers."""
+    """Results of profiling: `operators` is the number of calls, `plan` the target's plan by these numbers."""
 
     database: str
     setting: Setting
@@ -94,7 +94,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class ProfileJob:
-    """What every rank is told; `source` is the target's, None for collectives only."""
+    """The job that every rank of a profile receives; `source` is the target's, None for collectives only."""
 
     cluster: ClusterSpec
     points: list[measure_collectives.Point]

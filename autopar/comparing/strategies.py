@@ -57,7 +57,7 @@ TIMES = (1, 2, 4)  # micro-batches for each stage, about
 
 @dataclass(frozen=True, slots=True)
 class StrategyOutcome:
-    """What a strategy comes to: a plan, with why it can't be used if it can't, or that alone."""
+    """Outcome of a strategy: a plan, a `reason` why there is none or it can't be used, or both."""
 
     found: FoundPlan | None
     reason: str | None = None

@@ -32,7 +32,7 @@ from autopar.core.placement import B, Broadcast, Layout, Partial, Placement, R, 
 
 
 class MoveAction(Enum):
-    """What ranks do to a tensor; the first four talk to each other."""
+    """Action of ranks on a tensor; the first four communicate."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -74,12 +74,12 @@ EFFECTS = {each.name: each for each in _TABLE.values()}
 
 
 def effect(move: Move) -> MoveEffect:
-    """What `move` does."""
+    """The table's row for `move`."""
     return effect_of(*move.placements)
 
 
 def effect_of(source: Placement, target: Placement) -> MoveEffect:
-    """What a change of placement does."""
+    """The table's row for a change of placement."""
     return _TABLE[type(source), type(target)]
 
 
@@ -101,7 +101,7 @@ def exists(source: Placement, target: Placement) -> bool:
 
 
 def legal(move: Move) -> bool:
-    """Whether no axis minor to the move's shards an atom that it splits or joins."""
+    """Whether a move leaves alone all atoms that axes minor to the move's shard."""
     touched = {placement for placement in move.placements if isinstance(placement, Shard)}
     return touched.isdisjoint(move.source[move.axis + 1 :])
 

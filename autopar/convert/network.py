@@ -263,8 +263,8 @@ class _Builder:
         return np.asarray(np.ravel_multi_index(tuple(digits), self.sizes), dtype=np.intp)
 
     def blocked(self, numbers: Numbers, change: PlacementChange) -> Flags:
-        """Whether the change splits or joins an atom that a minor axis has shards of. Axes that are alike
-        are called by any name."""
+        """Whether a change splits or joins an atom that a minor axis shards. Axes that are alike are called
+        by any name."""
         found = np.zeros(len(numbers), dtype=np.bool_)
         own = self.group.get(change.axis, (change.axis,))
         for shard in {change.source, change.target}:

@@ -111,8 +111,8 @@ def tree_within(
     differentiable: bool,
     anywhere: bool = False,
 ) -> tuple[Move, ...]:
-    """What `tree` finds, among the moves of a network at so many `seconds` each; `anywhere` leads through all
-    of its layouts."""
+    """Moves as by `tree`, chosen from a network with `seconds` for each. With `anywhere` they lead through
+    all of its layouts."""
     source = canonical(source, differentiable=differentiable)
     wanted = [canonical(need, differentiable=differentiable) for need in needs]
     if anywhere:

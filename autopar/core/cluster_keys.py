@@ -31,7 +31,7 @@ Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value 
 
 
 def is_finite(value: object) -> bool:
-    """Whether it is a number with which floats can be multiplied."""
+    """Whether a value is a finite number, small enough to multiply with floats."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
 
 
@@ -188,7 +188,7 @@ def _line(where: str, lines: Mapping[str, int]) -> int | None:
 
 
 def violation(where: str, found: str, wanted: str) -> InputError:
-    """What is wrong with the description of a cluster."""
+    """An error about the description of a cluster."""
     return InputError(
         where=where, found=found, wanted=wanted, remedy="correct the description of the cluster"
     )

@@ -96,10 +96,10 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class SavedByCall:
-    """What one call keeps for its backward, each storage named once.
+    """Storages that one call saves for its backward, each named once.
 
-    `operands` and `results` are positions; `extra_bytes` are the call's own tensors (masks,
-    statistics, indices) that nobody else sees.
+    `operands` and `results` are positions; `extra_bytes` are the call's own tensors (masks, statistics,
+    indices) that nobody else sees.
     """
 
     operands: tuple[int, ...] = ()
@@ -109,10 +109,10 @@ class SavedByCall:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a call gives and keeps, known without running it.
+    """Results and saved storages of a call, known without running it.
 
-    `results` holds None for a result that is no tensor; `aliases` holds for each result the operand
-    whose storage it shares (a view), or None if the storage is its own.
+    `results` holds None for a result that is no tensor; `aliases` holds for each result the operand whose
+    storage it shares (a view), or None if the storage is its own.
     """
 
     results: tuple[TensorSpec | None, ...]
@@ -141,8 +141,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer keeps of each weight that learns: `ratio` bytes for each of its own, and `fixed`
-    ones, of single numbers such as a count of steps."""
+    """Bytes of an optimizer's state: `ratio` for each byte of a weight that learns, and `fixed` ones for each
+    weight, such as a count of steps."""
 
     ratio: float
     fixed: int = 0
@@ -158,7 +158,7 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
 
 
 def named_optimizer(name: str) -> OptimizerState:
-    """What an optimizer of `OPTIMIZERS` keeps; raises InputError for another name."""
+    """State sizes of an optimizer of `OPTIMIZERS`; raises InputError for another name."""
     if name not in OPTIMIZERS:
         raise wrong_optimizer(show_value(name), ", ".join(OPTIMIZERS))
     return OPTIMIZERS[name]

@@ -23,7 +23,7 @@ class Gathering(Enum):
 
 
 class ShardState(Enum):
-    """What of the trainable weights' state is stored in shards, as far as their dims are long enough."""
+    """The part of trainable weights' state that is stored in shards, as far as dims are long enough."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"

@@ -114,7 +114,7 @@ class Operator:
 
 
 class DerivedValues(dict[str, Any]):
-    """What other rooms derive from a value, each thing once; no part of it, so that copies begin without."""
+    """Values that other rooms derive from one, each made once. Copies and pickles begin empty."""
 
     def __reduce__(self) -> tuple[type[DerivedValues], tuple[()]]:
         return DerivedValues, ()
@@ -150,7 +150,7 @@ class Graph:
 
     @property
     def cast_weights(self) -> frozenset[str]:
-        """What is cast from weights to fewer bits: their gradients are summed in the weights' own dtype."""
+        """Names of casts of weights to fewer bits; their gradients are summed in the weights' own dtype."""
         weights = {item.name: item.spec for item in self.inputs if item.kind is InputKind.PARAMETER}
         return frozenset(
             str(item.results[0])
@@ -236,7 +236,7 @@ class Call:
     derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False, compare=False)
 
     def key(self) -> str:
-        """Canonical text, made once: equal keys cost the same on one device."""
+        """Canonical text of the call, made once; calls of equal text cost the same on one device."""
         if "key" not in self.derived:
             self.derived["key"] = self._text()
         return str(self.derived["key"])

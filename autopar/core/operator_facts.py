@@ -156,7 +156,7 @@ def known_overloads(names: str) -> tuple[Target, ...]:
 
 
 def facts_of(target: Target) -> Facts:
-    """What is declared of an overload."""
+    """Declared facts of an overload; `NOTHING` where none are declared."""
     assert "autopar.ops" in sys.modules, "importing autopar.ops declares what is known of operators"
     return _declared.get(target, NOTHING)
 

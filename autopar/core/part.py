@@ -42,7 +42,7 @@ class Part:
         return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
 
     def lies_in(self, dim: int, rows: range) -> bool:
-        """Whether the rank's rows of `dim` are just these."""
+        """Whether the rank's rows of `dim` are exactly `rows`."""
         mine = self._indices(dim)
         return len(mine) == len(rows) and torch.equal(mine, torch.arange(rows.start, rows.stop))
 

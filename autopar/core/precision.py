@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Precision(Enum):
-    """What products and other operators compute in, while weights stay as they are."""
+    """Number format of products and other operators; weights stay as they are."""
 
     FP32 = "fp32"
     BF16 = "bf16"

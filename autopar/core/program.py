@@ -16,15 +16,16 @@ from autopar.core.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What rewriting needs: layouts of inputs, a strategy for each operator, moves of each tensor.
+    """A graph's assignment, as rewriting needs it: layouts of inputs, a strategy for each operator, moves of
+    each tensor.
 
-    A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a tree
-    rooted in the layout in which it is made; `outputs` are the layouts in which the graph's outputs
-    leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are recomputed
-    in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
-    stored in shards; those that it leaves out are kept from forward to backward. `offload` are tensors
-    that wait for backward in host memory, in the order in which it needs them, the last one first; no
-    part that is recomputed takes or makes one. `reduce` is what gradients of cast weights are summed in.
+    A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a tree rooted in
+    the layout in which it is made; `outputs` are the layouts in which the graph's outputs leave it.
+    `recompute` are ranges [first, stop) of operators, by number, whose insides are recomputed in backward.
+    `gatherings` says when weights, or their casts, by name, are gathered that are stored in shards; those
+    that it leaves out are kept from forward to backward. `offload` are tensors that wait for backward in host
+    memory, in the order in which it needs them, the last one first; no part that is recomputed takes or makes
+    one. `reduce` is what gradients of cast weights are summed in.
     """
 
     mesh: Mesh

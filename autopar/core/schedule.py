@@ -39,7 +39,7 @@ class ScheduleKind(Enum):
 
     @property
     def is_v(self) -> bool:
-        """Whether stages turn round at the last rank, so that rank 0 owns the first and the last."""
+        """Whether stages turn back at the last rank, so that rank 0 owns the first and the last stage."""
         return self in (ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
 
@@ -48,7 +48,7 @@ SPLIT_BACKWARD = (*ALWAYS_SPLIT, ScheduleKind.DUALPIPEV)  # some
 
 
 class ActionKind(Enum):
-    """What an action computes; values are torch's letters."""
+    """Kind of an action; values are torch's letters."""
 
     FORWARD = "F"
     BACKWARD = "B"

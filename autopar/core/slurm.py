@@ -18,7 +18,8 @@ _STEP = 7_919  # a prime, so that steps of one job that run together seldom meet
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would say where SLURM has started the process, and torchrun hasn't; else nothing.
+    """Environment variables as torchrun sets them, made from SLURM's if SLURM alone started the process; else
+    none.
 
     Raises InputError for nodes with unequally many tasks.
     """

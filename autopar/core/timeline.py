@@ -56,7 +56,7 @@ class StageCost:
 
 
 class RankActivity(Enum):
-    """What a rank does beside its actions."""
+    """Activity of a rank beside its actions."""
 
     SEND = "send"
     SYNC = "sync"
@@ -70,7 +70,7 @@ COMPUTING = (RankActivity.UPDATE, RankActivity.RECOMPUTE)
 
 
 class Phase(Enum):
-    """What a device without stages is at."""
+    """Phase of a step on a device without stages."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -81,7 +81,7 @@ class Phase(Enum):
 
     @property
     def is_once(self) -> bool:
-        """Whether it comes once a step, and not once a micro-batch."""
+        """Whether the phase comes once a step, not once a micro-batch."""
         return self in (Phase.SUMS, Phase.OPTIMIZER)
 
 
@@ -120,7 +120,7 @@ class Event:
 
     @property
     def computes(self) -> bool:
-        """Whether it occupies the device: actions and the optimizer do, sends and syncs don't."""
+        """Whether the event occupies the device: actions and the optimizer do, sends and syncs don't."""
         return isinstance(self.kind, ActionKind) or self.kind in COMPUTING
 
     def __str__(self) -> str:

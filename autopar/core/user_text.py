@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is such a file; what can't be a path, too long or with a null byte, is none."""
+    """Whether the file exists; a path that is too long or has a null byte names none."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):

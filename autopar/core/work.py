@@ -48,12 +48,12 @@ class MatrixProduct:
 
     @property
     def left(self) -> MatrixProduct:
-        """The product that computes the gradient of its first operand."""
+        """The product that computes the gradient of the first operand."""
         return MatrixProduct(self.batch, self.m, self.k, self.n)
 
     @property
     def right(self) -> MatrixProduct:
-        """The product that computes the gradient of its second operand."""
+        """The product that computes the gradient of the second operand."""
         return MatrixProduct(self.batch, self.k, self.n, self.m)
 
 

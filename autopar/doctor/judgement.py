@@ -30,7 +30,8 @@ def of_machines(ranks: Sequence[RankFacts], cluster: ClusterSpec) -> Iterator[Fi
 
 
 def of_meeting(meeting: Meeting, cluster: ClusterSpec) -> Iterator[Finding]:
-    """Whether all came, have the same versions, and reach each other."""
+    """Findings about the meeting: which ranks came, whether their versions agree, and whether they reach each
+    other."""
     world = cluster.num_devices
     if meeting.missing:
         yield _missing(meeting, world)

@@ -36,7 +36,7 @@ MOST_TIMED_NODES = 8  # whose links to the first node are timed
 
 @dataclass(frozen=True, slots=True)
 class TimedLink:
-    """What a message between two ranks took; `between` says whether they are on different nodes."""
+    """Time of a message between two ranks; `between` says whether they are on different nodes."""
 
     ranks: tuple[int, int]
     between: bool
@@ -45,7 +45,7 @@ class TimedLink:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What one rank learned of all: facts of those that came, timed links (on rank 0), and what failed."""
+    """One rank's view of the meeting: facts of ranks that came, timed links (on rank 0), and failures."""
 
     rank: int
     seconds: float

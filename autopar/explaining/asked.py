@@ -35,11 +35,11 @@ class AskedPlan:
     until: float | None = None  # on the monotonic clock, when no further plan is sought
 
     def request(self) -> tuple[Request, Auto | None]:
-        """What the search takes."""
+        """The request of these options, and the numbers to choose if any are auto."""
         return request_of(Options(PLAN, **self.options), self.cluster)
 
     def planner(self, request: Request) -> Planner:
-        """What plans the target by a request."""
+        """The planner of the target for a request."""
         costdb = self.options.get("costdb")
         return Planner(self.cluster, request, self.target.loss_fn, costdb=costdb, progress=self.progress)
 
@@ -55,7 +55,7 @@ class AskedPlan:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further plan is sought."""
+        """Whether the time for further plans is over."""
         return self.until is not None and time.monotonic() >= self.until
 
     def seconds(self) -> float | None:

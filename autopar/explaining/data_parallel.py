@@ -39,7 +39,7 @@ def why_not(asked: AskedPlan, plan: Plan) -> str:
 
 
 def said_of(asked: AskedPlan, plan: Plan) -> str:
-    """What was asked for and keeps from plain data parallelism, as flags; "" if nothing."""
+    """Options that were asked for and exclude plain data parallelism, as flags; "" if none."""
     names = [name for name in NARROWING if name in PLAIN and asked.options.get(name) is not None]
     cut = plan.pipeline.is_staged or plan.pipeline.micro_batches > 1
     told = [name for name in names if name not in ("stages", "micro_batches", "schedule") or cut]

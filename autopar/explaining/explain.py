@@ -83,8 +83,8 @@ def explained(
 
 
 def waiting(asked: AskedPlan, begun: float, seconds: float | None) -> AskedPlan:
-    """What is asked, with the moment when no further plan is sought: after so many seconds, or those that the
-    first plan suggests."""
+    """The asked plan with a deadline for further plans: after `seconds`, or by default as long as the first
+    plan took."""
     now = time.monotonic()
     return replace(
         asked, until=now + (max(LEAST_ALTERNATIVES_SECONDS, now - begun) if seconds is None else seconds)

@@ -66,7 +66,7 @@ class Alternatives:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing further is solved."""
+        """Whether the time for further ways is over."""
         return time.monotonic() >= self.until
 
     def base(self) -> Plan:
@@ -154,7 +154,7 @@ class Alternatives:
         return self.cheapest_first(item, strategies_of(item, self.problem.dims))
 
     def cheapest_first(self, item: Operator, offered: Sequence[Strategy]) -> list[Factors]:
-        """What strategies split, those of the fewest seconds by themselves first."""
+        """Factors that strategies split, those of the cheapest strategy first."""
         prices, found = self.problem.prices, dict[Factors, float]()
         for strategy in undominated(item, offered, prices):
             factors = tuple(option.factor if option.shards else None for option in strategy)

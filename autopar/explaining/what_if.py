@@ -49,7 +49,8 @@ def _is_value(name: str, value: str) -> bool:
 
 
 def changed(asked: AskedPlan, said: dict[str, str]) -> AskedPlan:
-    """What is asked for under circumstances that `read` found; raises InputError where they can't be."""
+    """The asked plan under other circumstances, as `read` found them; raises InputError for impossible
+    ones."""
     if "devices" in said:
         asked = replace(asked, cluster=resized(asked.cluster, int(said["devices"])))
     if "batch" in said:

@@ -32,8 +32,8 @@ check_version("accelerate")
 
 
 class OneBatch:
-    """What an Accelerator does otherwise where its processes are the ranks of one parallel module, which pass
-    one batch; stands before it among the bases."""
+    """Overrides an Accelerator's methods where processes are ranks of one parallel module and pass one batch.
+    It comes before Accelerator among the bases."""
 
     knows_parallel = True
     device: torch.device

@@ -45,7 +45,7 @@ class Strategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank writes files."""
+        """Whether this rank writes files: global rank 0."""
         return bool(self.global_rank == 0)
 
     def setup(self, trainer: Any) -> None:
@@ -72,13 +72,13 @@ class Strategy(SingleDeviceStrategy):
         dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has."""
+        """Rank `src`'s object, on every rank."""
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, say so: clocks and signals differ."""
+        """Whether all ranks, or any of them, decide yes: clocks and signals differ between ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)

@@ -22,7 +22,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 
 
 def recognise() -> None:
-    """Let the classes of frameworks know parallel modules from now on."""
+    """Make the classes of frameworks recognise parallel modules from now on."""
     for name in ENTRIES:
         if name in sys.modules:
             _look_into(sys.modules[name])
@@ -36,7 +36,7 @@ class _Later(MetaPathFinder):
     _asks = False
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What others find, with a look into it at the end."""
+        """The module's spec as other finders give it; once the module has run, its classes are registered."""
         if name not in ENTRIES or self._asks:
             return None
         self._asks = True

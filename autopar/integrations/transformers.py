@@ -31,7 +31,7 @@ check_version("transformers")
 
 
 class ParallelTraining:
-    """What a Trainer does otherwise where its model is a parallel module; its first base."""
+    """Overrides a Trainer's methods where its model is a parallel module; it comes first among the bases."""
 
     knows_parallel = True
     model: Any
@@ -43,7 +43,7 @@ class ParallelTraining:
     current_flos: float
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that knows of one process with data."""
+        """Make an accelerator that counts one process with data."""
         _check(self.model, self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         become_parallel(self.accelerator)

@@ -131,7 +131,7 @@ class GroupedMatMul(Rule):
         return Equation(none, ((None,) * len(op.result_shape()),))
 
     def is_of_rows(self, op: Instance) -> bool:
-        """Whether groups are runs of rows, and nothing is added."""
+        """Whether groups are runs of rows, without a bias."""
         ranks = [len(op.specs[name].shape) for name in op.operands]
         return ranks == [2, 3, 1] and op.arguments.get("bias") is None
 

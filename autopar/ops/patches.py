@@ -85,7 +85,7 @@ class Patches(Rule):
 
 @register
 class Unfold(Rule):
-    """Windows of one dim, in a new last one."""
+    """Windows of one dim, laid along a new last dim."""
 
     targets = (aten.unfold.default,)
 
@@ -101,7 +101,8 @@ class Unfold(Rule):
 
 @register
 class Unpool(Rule):
-    """What max pooling picked, put back: indices are of a sample's and channel's own plane."""
+    """Max pooling's values put back where they came from; indices count within a sample's and channel's
+    plane."""
 
     targets = (aten.max_unpool2d.default, aten.max_unpool3d.default)
 

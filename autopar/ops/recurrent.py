@@ -33,7 +33,7 @@ def steps_of(call: Call) -> int:
 
 
 def has_workspace(call: Call) -> bool:
-    """Whether a CPU computes it by oneDNN's kernel, which keeps what shapes don't tell."""
+    """Whether oneDNN's CPU kernel computes this LSTM: the bytes that it saves don't follow from shapes."""
     if call.target is not aten.lstm.input or len(call.args[0].shape) != len("TNC"):
         return False
     nbytes: int = sum(spec.nbytes for spec in call.args[2])
@@ -41,7 +41,7 @@ def has_workspace(call: Call) -> bool:
 
 
 def samples_of(call: Call) -> int:
-    """How many sequences a recurrent layer goes through."""
+    """The number of sequences that a recurrent layer goes through."""
     samples: int = call.args[0].shape[1 - steps_dim(call)]
     return samples
 

@@ -106,7 +106,7 @@ class _Mine:
 
     @cached_property
     def needed(self) -> NeededRows:
-        """What is exchanged along the axes on which only rows that are read come."""
+        """Rows that ranks exchange along axes on which only rows that are read travel."""
         return needed_rows(self.site, 3, self.axes, self.reads)
 
     @property

@@ -139,7 +139,7 @@ class Apart:
         return min(alike, key=lambda each: (complexity(each), each.step.seconds))
 
     def passed(self, decision: MeshDecision, best: MeshDecision) -> Alternative:
-        """What a more complicated plan would promise beside the simpler one that is taken."""
+        """Note on a more complicated plan: what it promises beside the simpler one that is taken."""
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
         step = decision.step
         return promise(_name(decision, kind), step.seconds, step.peak_bytes, best.step.seconds)
@@ -147,7 +147,8 @@ class Apart:
     def left_out(
         self, choices: Sequence[PipelineEstimate], best: MeshDecision, cap: float
     ) -> list[Alternative]:
-        """What the best of more stages that weren't planned would promise at most, by its estimate."""
+        """Note on the best plan of more stages that wasn't made: what it promises at most, by its
+        estimate."""
         stages, seconds = best.request.pipeline_ranks, best.step.seconds
         more = [each for each in choices if each.ranks > 1 == stages and each.nbytes <= cap]
         least = min(more, key=seconds_of, default=None)

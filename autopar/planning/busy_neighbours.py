@@ -79,7 +79,7 @@ class _Neighbours:
 
 
 def serve(portions: IO[bytes], threads: int) -> None:
-    """Measure the portions that come, until no more do."""
+    """Measure portions of calls until the stream ends."""
     while True:
         try:
             calls: list[Any] = pickle.load(portions)

@@ -83,7 +83,8 @@ class MeshEstimate:
     hidden_bytes: int = 0
 
     def points(self, kind: ScheduleKind | None, micro_batches: int) -> Iterator[StepEstimate]:
-        """The step as it is, with what hides in the host's memory, and with all recomputed that can be."""
+        """Estimates of the step: as it is, with tensors offloaded as far as copies hide, and with all
+        recomputed that can be."""
         seconds = self.seconds(kind, micro_batches)
         hidden = self.hidden_bytes * self.count / micro_batches if kind is None else 0.0
         nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)

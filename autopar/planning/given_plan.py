@@ -38,8 +38,8 @@ def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def write_plan_to_run(path: str, cluster: ClusterSpec, options: Collection[str]) -> dict[str, str]:
-    """The variable that says so to a script. Raises InputError for a file that holds no plan for the cluster,
-    and for options beside it that the plan has decided."""
+    """The environment variable that tells a script to run the plan at `path`. Raises InputError for a file
+    without a plan for the cluster, and for options that the plan has decided."""
     _refuse_beside(options)
     read_plan(path, cluster)
     return {VARIABLE: str(Path(path).absolute())}

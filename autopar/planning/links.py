@@ -21,7 +21,7 @@ def described(cluster: ClusterSpec, table: CollectiveTable) -> str:
 
 
 def link_notes(cluster: ClusterSpec, table: CollectiveTable) -> tuple[str, ...]:
-    """When exchanges were measured, and what plans rested on before."""
+    """A note on when links were measured, and on the bandwidths that earlier plans rested on."""
     links = [cluster.intra if _measured(table, 1) else None, cluster.inter if _measured(table, 2) else None]
     before = " and ".join(str(link) for link in links if link)
     if not before:

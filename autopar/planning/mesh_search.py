@@ -389,7 +389,7 @@ class MeshProblem:
         return self.request.micro_batches * seconds / self.request.pipeline_ranks
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
-        """Whether the cap holds a rank's part of all state; no cut meets it else."""
+        """Whether the cap holds a rank's share of all state; without that no cut fits."""
         return cap is None or solution.peak.state <= cap * self.request.pipeline_ranks
 
     def refined(self, step: Step, deadline: float | None = None, others: float = math.inf) -> Step:

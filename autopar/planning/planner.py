@@ -235,7 +235,8 @@ class Planner:
             return finish(decision).plan if decision.unhindered else None
 
     def is_hopeless(self, error: InfeasibleError, whole: Graph) -> bool:
-        """Whether what is known to do takes far more than the cap even without outputs beside the loss."""
+        """Whether the least bytes known to suffice are far above the cap, even without outputs beside the
+        loss."""
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
         return cap is not None and FAR * (cap + _bytes_beside_the_loss(whole)) < error.would_do < math.inf
 

@@ -197,16 +197,16 @@ class Screen:
                 best = mine
 
     def is_simple(self) -> bool:
-        """Whether the model fits on one device, and all are of one node with fast links: there no estimate is
-        sure enough to cut it into stages."""
+        """Whether the model fits on one device of a node with fast links; then no estimate is sure enough to
+        cut it into stages."""
         if self.cluster.nodes > 1 or not self.is_roomy():
             return False
         self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
         return True
 
     def is_roomy(self) -> bool:
-        """Whether nodes have fast links and each of their devices room for twice the model, and operators
-        aren't measured."""
+        """Whether links within nodes are fast and each device has room for twice the model. False on CPUs and
+        where operators are measured."""
         if self.apart.measured or self.cluster.device_type == "cpu":
             return False
         if self.cluster.intra.bandwidth < FAST_LINK:
@@ -229,7 +229,8 @@ class Screen:
         return self.screened_in_parts(alone) or self.screen(1)
 
     def fits_at_once(self, alone: Sequence[MeshEstimate]) -> bool:
-        """Whether a step without stages meets the cap with the fewest micro-batches as it is."""
+        """Whether a step without stages meets the cap with the fewest micro-batches, nothing recomputed or
+        offloaded."""
         count = self.counts[0]
         return any(each.nbytes(None, count, each.saved_bytes) <= self.cap for each in alone)
 
@@ -255,8 +256,8 @@ class Screen:
         return []
 
     def is_even(self, alone: Sequence[MeshEstimate]) -> bool:
-        """Whether the best step without stages, by estimates, is hardly longer than what each device
-        computes of it: what stages could spare can't be told from nothing."""
+        """Whether the best estimate without stages is hardly longer than each device's share of the work.
+        Then stages can spare next to nothing."""
         if self.apart.measured:
             return False
         fitting = [each.seconds for each in self.rated(alone) if each.nbytes <= self.cap]
@@ -336,9 +337,10 @@ class Screen:
         return ScreenedMesh(tuple(screened), problem, fastest)
 
     def is_flat_enough(self, alike: Sequence[MeshEstimate]) -> bool:
-        """Whether devices on one axis hardly do more than compute what they share, as memory allows.
+        """Whether devices on one axis hardly do more than compute their share, as memory allows.
 
-        No mesh of more axes can be told from that one then."""
+        Then no mesh of more axes can be told from that one.
+        """
         fastest = alike[0]
         if len(fastest.mesh.shape) > 1 or self.apart.measured:
             return False

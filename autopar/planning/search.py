@@ -72,7 +72,7 @@ class MeshDecision:
 
     @property
     def unhindered(self) -> bool:
-        """Whether memory made nothing slower: the fastest assignment fits as it is, or by what hides."""
+        """Whether memory slowed nothing: the fastest assignment fits as it is, or by copies that hide."""
         problem, cap = self.problem, self.problem.cap
         fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap

@@ -12,7 +12,7 @@ from autopar.core.graph import Graph, InputKind
 
 
 def training_notes(graph: Graph) -> Iterator[str]:
-    """A note where no parameter would learn."""
+    """A note if no parameter would learn."""
     learns = any(item.kind is InputKind.PARAMETER and item.spec.requires_grad for item in graph.inputs)
     if not learns:
         yield "nothing to train: no parameter of the model that forward uses requires a gradient"

@@ -39,7 +39,7 @@ class _SmallOnOneThread(TorchDispatchMode):
 
 
 def is_small(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> bool:
-    """Whether a convolution's backward is of small products, one for each sample."""
+    """Whether a convolution's backward on a CPU consists of small products, one for each sample."""
     transposed = rest[4]  # after sizes of the bias, stride, padding, dilation
     positions = math.prod((x if transposed else gradient).shape[2:])
     on_cpu = x.dtype is torch.float64 and x.device.type == "cpu"

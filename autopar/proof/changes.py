@@ -187,7 +187,8 @@ class _Trial:
         return verdict.passed or verdict.is_rounding
 
     def is_free(self, change: _Change, traced: Traced) -> bool:
-        """Whether a program that takes the number as an input is that of its new value; so is none at all."""
+        """Whether the program with the number as an input computes what one made for the new value does.
+        True, too, if no such program can be made."""
         assert change.slot is not None
         numbers = Numbers([change.old], [change.new])
         with suppress(AutoparError, NotFreeError), _replaced(change.slot, numbers.items[0]), freed(numbers):

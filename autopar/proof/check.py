@@ -114,12 +114,12 @@ class Report:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the forced kind ran for too little to prove anything."""
+        """Whether the forced kind of parallelism ran too little of the work to prove anything."""
         return self.force is not None and self.plan.sharded_flops_share < FORCED_SHARE
 
     @property
     def changes(self) -> bool:
-        """Whether cutting alone changes numbers."""
+        """Whether cutting the batch changes numbers by itself."""
         return self.cutting is not None and not self.cutting.verdict.passed
 
     @property

@@ -69,7 +69,8 @@ class LowPrecision:
 
     @property
     def passed(self) -> bool:
-        """Whether all dtypes agree, and losses as far as those of serial reruns, or up to one rounding."""
+        """Whether all dtypes agree, and the loss differs by no more than serial reruns do, or by one
+        rounding."""
         if self.loss is None or self.spread is None:
             return not self.different
         return not self.different and self.loss <= max(SPREADS * self.spread, self.rounding)

@@ -137,8 +137,8 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
 
 
 def differences(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) -> dict[str, float]:
-    """The difference (`_gap`) of each result and gradient from those of the unsplit call. Of an operand that
-    is written it is that of the operand itself."""
+    """The largest error of each result and gradient against the unsplit call, by name. For an operand that
+    the operator writes, it is the error of the operand itself."""
     torch.manual_seed(seed)
     wanted, operands = one.serial()
     gradients = [torch.randn_like(item) for item in wanted if item.requires_grad]

@@ -222,7 +222,7 @@ def total_gradient(name: str, locals_: Sequence[Tensor], layout: Layout, dims: D
 
 
 def has_custom_backwards(graph: Graph) -> bool:
-    """Whether gradients must travel whole."""
+    """Whether gradients must travel whole, since some operator's backward isn't linear in them."""
     return not all(has_linear_backward(item.target) for item in graph.operators)
 
 

@@ -71,7 +71,7 @@ def hoist(
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """Whether ranks meet in it, as far as is known: waits begin nothing, and some moves are local."""
+    """Whether ranks meet in the node's exchange. Waits begin none, and local moves need none."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != registry.NAMESPACE:
         return False
     name: str = node.target._opname  # type: ignore[union-attr]

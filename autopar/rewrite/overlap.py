@@ -94,7 +94,7 @@ def starts(graph: fx.Graph) -> bool:
 
 
 def converts_activation(node: fx.Node, moves: Collection[Any]) -> bool:
-    """Whether a node makes one of the `moves` of what the program computes, not of what it takes."""
+    """Whether a node makes one of the `moves` of a computed value, not of an input."""
     if node.op != "call_function" or node.target not in moves:
         return False
     source: Any = node.args[0]

@@ -101,8 +101,9 @@ class _Splitter:
         return frozenset().union(*(self.made_from[item] for item in node.all_input_nodes))
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether each stage can make the value for itself: from weights alone, or without them and
-        without a gradient. Never from what micro-batches write, which one stage has as it is."""
+        """Whether each stage can compute the value for itself: from weights alone, or without weights and
+        without a gradient. Values that depend on what micro-batches write are never free, as only one stage
+        has them."""
         if is_random(node.target) or not all(item in self.made_from for item in node.all_input_nodes):
             return False
         if any(str(item.target) in self.written for item in node.all_input_nodes):
@@ -191,7 +192,8 @@ class _Splitter:
         return body
 
     def is_serial_draw(self, node: fx.Node) -> bool:
-        """Whether the serial model draws these numbers, as many whatever the values of operands."""
+        """Whether the serial model draws these numbers too, and equally many for any values of the
+        operands."""
         own = (
             node.target is torch.ops.autopar.shard_mask.default
         )  # of a shard: the serial model draws no such

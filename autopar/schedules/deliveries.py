@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
     @property
     def taker(self) -> int:
-        """The stage that takes it, if there is one."""
+        """The stage that receives the message; it may lie beyond the last."""
         return self.stage + (1 if self.forward else -1)
 
 

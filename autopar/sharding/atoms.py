@@ -78,7 +78,7 @@ class RowScaling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Rows of `output` lie in the order of the rows of `base`: row i of that has those from `starts[i]` to
+    """Rows of `output` in the order of the rows of `base`: row i of `base` has the output rows `starts[i]` to
     `starts[i + 1]`."""
 
     base: Dim
@@ -359,12 +359,12 @@ class Dims:
         return found
 
     def is_weight(self, component: Atom) -> bool:
-        """Whether some parameter has a dim of this component: sharding it is model parallelism."""
+        """Whether some parameter has a dim with this component: sharding it is model parallelism."""
         return component in self._weights
 
     def legal(self, name: str, layout: Layout) -> bool:
-        """Whether every shard of `layout` exists and has rows on every rank, but for edges: vertices may have
-        none."""
+        """Whether every shard of `layout` exists and has rows on every rank; only parts of vertices may be
+        empty."""
         key = (name, layout)
         if key not in self._legal:
             self._legal[key] = self._is_legal(name, layout)

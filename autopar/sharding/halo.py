@@ -45,7 +45,7 @@ class Need:
 
     @property
     def is_owned(self) -> bool:
-        """Whether every rank owns what it needs, and needs all of it."""
+        """Whether each rank needs just the rows that it owns."""
         return self.starts == self.owned[:-1] and self.stops == self.owned[1:]
 
     @property
@@ -61,7 +61,7 @@ class Need:
 
     @property
     def from_neighbours(self) -> bool:
-        """Whether nobody needs rows of another rank than its two neighbours."""
+        """Whether all rows that a rank needs are its own or its two neighbours'."""
         sizes = [0, *(stop - first for first, stop in pairwise(self.owned)), 0]
         fits = zip(self.before, sizes, self.after, sizes[2:], strict=False)
         return all(before <= left and after <= right for before, left, after, right in fits)

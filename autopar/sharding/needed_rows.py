@@ -47,7 +47,7 @@ class NeededRows:
         return self.own[1] - self.own[0] + len(self.foreign)
 
     def places(self, rows: Tensor) -> Tensor:
-        """Where these rows of the whole tensor lie after the exchange."""
+        """Places of these rows of the whole tensor after the exchange: own rows first, then fetched ones."""
         first, stop = self.own
         order = torch.argsort(self.foreign)
         found = torch.searchsorted(self.foreign[order], rows)
@@ -56,8 +56,8 @@ class NeededRows:
 
 
 def members(site: Site, axes: Sequence[int], *, of: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-    """The coordinates that differ along `axes` alone from that `of` a rank, else this one, in their group's
-    order."""
+    """Coordinates of the group along `axes` of the rank with coordinate `of`, by default this one, in the
+    group's order."""
     found = []
     for indices in itertools.product(*(range(site.mesh.shape[axis]) for axis in axes)):
         place = list(site.coordinate if of is None else of)

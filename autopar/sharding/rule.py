@@ -269,7 +269,7 @@ class Rule(ABC):
         return result if isinstance(result, (tuple, list)) else (result,)
 
     def reads_position(self, op: Instance, factor: str) -> bool:
-        """Whether what a row along `factor` becomes depends on its place among the others."""
+        """Whether a row's result depends on its position along `factor`."""
         return False
 
     def fullest(self, site: Site) -> tuple[int, ...]:
@@ -428,8 +428,8 @@ def register(rule: type[Rule]) -> type[Rule]:
 
 
 def has_linear_backward(target: Any) -> bool:
-    """Whether parts of a gradient may go through an operator's backward one by one, and be added up then;
-    of Python's own functions, such as `getitem`, they may."""
+    """Whether an operator's backward may take parts of a gradient one by one and add the results. Python's
+    own functions, such as `getitem`, may."""
     is_derivative = getattr(target, "namespace", LIBRARIES[0]) in LIBRARIES
     return is_derivative and facts_of(target).has_linear_backward
 

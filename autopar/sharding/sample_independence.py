@@ -497,7 +497,7 @@ def reduction_of(item: Operator) -> int | None:
 
 
 def counts_labels(item: Operator, graph: Graph) -> bool:
-    """Whether the mean of a loss is over labels that are kept, each with the weight of its class."""
+    """Whether the mean of a loss is over labels that aren't ignored, each with the weight of its class."""
     names = [argument.name for argument in item.target._schema.arguments]
     return "ignore_index" in names and not may_learn(graph.specs[item.operands[1]].dtype)
 

@@ -125,7 +125,7 @@ class SortedRows:
         return SortingRelation(Order.ROWS, number.by) if self._numbers_all(item, number) else None
 
     def put_back(self, item: Operator, given: Sequence[SortingRelation | None]) -> bool:
-        """Whether an operator brings sorted rows back to where they came from."""
+        """Whether an operator puts sorted rows back at the places that they came from."""
         if self._index(item) and len(given) == 2:
             return _are(given[0], Order.ROWS) and _are(given[1], Order.PLACES, given[0])
         is_put = item.target is aten.index_put.default and self._index(item, after=1)

@@ -17,5 +17,5 @@ def left(deadline: float | None) -> float:
 
 
 def is_over(deadline: float | None) -> bool:
-    """Whether it has passed."""
+    """Whether the deadline has passed."""
     return left(deadline) <= 0

@@ -113,7 +113,7 @@ class LinearProgram:
         )
 
     def can_fall_for_ever(self) -> bool:
-        """Whether something that pays has no end: only then can there be no least cost."""
+        """Whether a variable with a negative cost is unbounded: only then can there be no least cost."""
         return any(
             cost < 0 and math.isinf(upper) for cost, upper in zip(self.costs, self.uppers, strict=True)
         )

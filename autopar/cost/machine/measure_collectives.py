@@ -61,8 +61,8 @@ class Span:
 
 
 def wanted(cluster: ClusterSpec, nbytes: Sequence[int] = SIZES) -> list[Point]:
-    """What plans need: every kind and size for every size of group, and number of nodes that it spans,
-    that a mesh of the cluster or of a stage has."""
+    """Measurements that plans need: every kind and size, for each size of group and number of nodes in a mesh
+    of the cluster or of a stage."""
     return [(span, kind, each) for span in spans(cluster) for kind in Collective for each in nbytes]
 
 

@@ -85,7 +85,8 @@ class Measuring:
     co_runners: CoRunners | None = None
 
     def run(self) -> tuple[dict[str, Measurement], set[str]]:
-        """What was measured, by key, and the keys of calls that can't run."""
+        """Measure all calls in portions. Returns measurements by key, and the keys of calls that can't
+        run."""
         found: dict[str, Measurement] = {}
         refused: set[str] = set()
         first = {key: self.known[key] for key in (each.key() for each in YARDSTICKS) if key in self.known}
@@ -134,8 +135,8 @@ class Measuring:
 
 
 def held_bytes(call: Call, device: str) -> int:
-    """What a call that is measured holds: operands, and on a CPU what its forward pass gives and keeps, until
-    all have gone forward."""
+    """Bytes that a measured call holds: operands, and on a CPU the results and saved tensors of its forward
+    pass."""
     given = sum(spec.nbytes for spec in operands.specs(call))
     if device != "cpu" or call.target is FUSED:
         return given
@@ -155,7 +156,8 @@ def seconds_to_measure(call: Call, estimated: float) -> float:
 
 
 def yardsticks(device: str) -> tuple[Call, ...]:
-    """What is timed with all that is measured; nothing on a GPU, which no other process slows."""
+    """Calls that are timed with every measurement, to tell how busy the machine is; none on a GPU, which no
+    other process slows."""
     return YARDSTICKS if device == "cpu" else ()
 
 

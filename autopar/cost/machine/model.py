@@ -191,7 +191,7 @@ def _filed_neighbours(kind: str, device: DeviceModel) -> Neighbours:
 
 
 def is_here(cluster: ClusterSpec) -> bool:
-    """Whether this machine has devices like the cluster's, which can be measured."""
+    """Whether this machine has the cluster's kind of device, so that it can measure them."""
     if cluster.device_type == "cpu":
         return True
     if cluster.described or not torch.cuda.is_available():

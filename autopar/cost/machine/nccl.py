@@ -50,7 +50,7 @@ RING, TREE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that talk, evenly spread over `nodes`; `inter` is each device's own way out of its node."""
+    """Ranks that communicate, evenly spread over `nodes`; `inter` is each device's link out of its node."""
 
     size: int
     nodes: int
@@ -59,7 +59,7 @@ class RankGroup:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second through the slowest part of the way."""
+        """Bytes per second through the slowest link of the path."""
         if self.nodes == 1 or self.inter is None:
             return self.intra.bandwidth
         way_out = self.size / self.nodes * self.inter.bandwidth
@@ -95,7 +95,7 @@ def seconds(kind: Collective, nbytes: int, group: RankGroup) -> float | None:
 
 @lru_cache(maxsize=MOST_GROUPS)
 def lines(kind: Collective, group: RankGroup) -> tuple[TransferLine, ...]:
-    """What a collective takes by each algorithm and protocol."""
+    """Transfer times of a collective, one for each algorithm and protocol."""
     found = [ring(kind, group, protocol) for protocol in PROTOCOLS]
     if kind is Collective.ALL_REDUCE:
         found += [tree(group, protocol) for protocol in PROTOCOLS]

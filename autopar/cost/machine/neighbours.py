@@ -33,7 +33,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(slots=True)
 class Neighbours:
-    """What is measured on one device, by families of calls that differ in sizes alone."""
+    """Measurements of one device, by families of calls that differ in sizes alone."""
 
     measured: Mapping[str, Measurement]
     device: DeviceModel

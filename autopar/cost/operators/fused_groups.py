@@ -140,8 +140,9 @@ def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
 
 
 def is_recomputed(kind: TrafficKind, own: int, taken: int) -> bool:
-    """Whether backward recomputes what an operator by itself keeps of its `own`: not masks that were
-    drawn nor sums of rows, but a loss's logarithms of probabilities, about as large as the bytes `taken`."""
+    """Whether backward recomputes the `own` bytes that an operator by itself would save. Masks that were
+    drawn and sums of rows are saved; logarithms of a loss, about as large as the operand's bytes `taken`, are
+    recomputed."""
     return kind is TrafficKind.ROWS and 2 * own >= taken > 0
 
 
@@ -249,12 +250,12 @@ class _GroupFinder:
         return root if whole else name
 
     def is_inside(self, name: str, group: int) -> bool:
-        """Whether a tensor is made by a member, or is a view of what is."""
+        """Whether a member of the group makes the tensor, or the tensor that it views."""
         maker = self.maker.get(self.roots.get(name, name))
         return maker is not None and self.group_of.get(maker.name) == group
 
     def leaves(self, name: str, group: int) -> bool:
-        """Whether anybody outside of the group needs the tensor, or a view of it."""
+        """Whether an operator outside of the group needs the tensor, or a view of it."""
         if name in self.leaving:
             return True
         for user, _ in self.uses[name]:
@@ -269,7 +270,7 @@ class _GroupFinder:
         return False
 
     def is_saved(self, name: str) -> bool:
-        """Whether a kernel of its own, such as a product, takes the tensor or a view of it."""
+        """Whether a kernel outside of all groups, such as a product, takes the tensor or a view of it."""
         users = [user for user, _ in self.uses[name]]
         return any(
             user.name not in self.kinds

@@ -21,7 +21,7 @@ from autopar.cost.operators.saved import SavedTensors
 
 
 def fused_saved(saved: SavedTensors, member: OperatorTraffic, operands: Sequence[TensorSpec]) -> SavedTensors:
-    """What backward reads of a member's operands and results, beside what is its own."""
+    """What backward reads of a fused operator's operands and results, and the bytes that only it saves."""
     if member.kind is TrafficKind.VIEW:
         return saved
     return replace(
@@ -40,8 +40,8 @@ def fused_calls(
     moved: Collection[int] = (),
     needed: Collection[int] = (),
 ) -> OperatorCalls:
-    """The calls of a member with such operands; of these `moved` come from a move, of its results those
-    `needed` go into one."""
+    """Memory calls of a fused operator: values that stay inside the kernel take no bytes. Operands in `moved`
+    come from a conversion, results in `needed` go into one."""
     if member.kind is TrafficKind.VIEW:
         return found
     inside = {value for place, value in enumerate(found.results) if place not in (*member.writes, *needed)}

@@ -25,7 +25,8 @@ class Traffic:
 
 
 def saved_own_bytes(member: OperatorTraffic, own: int, operands: Sequence[TensorSpec]) -> int:
-    """Bytes that a fused operator saves of the `own` bytes that it saves when it runs by itself."""
+    """Bytes that a fused operator saves of the `own` bytes that it would save alone: none if backward
+    recomputes them."""
     return 0 if is_recomputed(member.kind, own, operands[0].nbytes if operands else 0) else own
 
 

@@ -31,7 +31,7 @@ from autopar.sharding.strategies import is_legal, options_of
 
 @dataclass(frozen=True, slots=True)
 class LoweredMember:
-    """What a member's rule wrote: the nodes of its operands and results."""
+    """Nodes of operands and results that a member's rule wrote."""
 
     operation: Operator
     emitter: GraphEmitter
@@ -39,7 +39,7 @@ class LoweredMember:
     results: Sequence[Any]
 
     def specs(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
-        """What nodes are, None for what is no tensor."""
+        """Specs of nodes; None for values that are no tensors."""
         return tuple(self.emitter.described(node) if isinstance(node, fx.Node) else None for node in nodes)
 
 
@@ -147,7 +147,8 @@ class _GroupWriter:
                 self.names[result] = known[node]
 
     def value(self, emitter: GraphEmitter, node: fx.Node, known: Mapping[fx.Node, str]) -> str:
-        """What a node of a member is called; what is no call on values comes from outside."""
+        """Name of a node's value in the joined call. Placeholders and autopar's own operators become
+        operands."""
         if node.op == "placeholder" or getattr(node.target, "namespace", "") == "autopar":
             return self.operand(emitter, node)
         name = f"b{self.count}"

@@ -40,8 +40,8 @@ _KNOWN: dict[Any, PriceCache] = {}
 
 
 def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> PriceCache:
-    """What is known for such a mesh; nothing where something is measured here, or may be, which changes
-    prices."""
+    """Remembered prices for a mesh. A new cache is made where operators are or may be measured here, since
+    measuring changes prices."""
     measured = model.measured and not model.of_file
     if model.here or measured or model.corrections or model.collectives != CollectiveTable({}):
         return PriceCache()

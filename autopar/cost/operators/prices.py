@@ -183,7 +183,7 @@ class Prices(TensorPrices):
 
     @property
     def credits(self) -> tuple[float, float, float]:
-        """What a second of each of `Price.hiding` takes off."""
+        """Seconds that one second of each of `Price.hiding` takes off."""
         return self.credit, self.compute_credit, self.late_credit
 
     def _operator(self, operation: Operator, strategy: Strategy) -> Price:
@@ -607,7 +607,7 @@ class Prices(TensorPrices):
         return self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0
 
     def is_gathered(self, operation: Operator) -> bool:
-        """Whether no rule shards the operator, which has tensors that could have been sharded."""
+        """Whether an operator with operands runs on gathered ones, for want of a rule."""
         if operation.target is CUSTOM:
             return not call_at(operation.args[4]).factors
         return rule_of(operation) is GATHER and bool(operation.operands)

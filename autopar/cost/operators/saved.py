@@ -20,10 +20,10 @@ from costdb.operands import specs as operands_of
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """What an operator saves for its backward pass: operands and results by position, and bytes of
+    """Tensors that an operator saves for its backward pass: operands and results by position, and bytes of
     its own. `aliases` holds for each result the operand whose memory it shares, or None, and `sizes` the
-    bytes of the memory that it lies in; the results `held` stay in memory when the operator is recomputed
-    in backward: ranks exchanged them."""
+    bytes of the memory that it lies in; the results `held` stay in memory when the operator is recomputed in
+    backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
@@ -82,7 +82,7 @@ def find_saved(
 
 
 def saved_by_call(call: Call, kind: str) -> SavedTensors:
-    """What an operator saves that is one local call."""
+    """What one local call saves for backward."""
     found, given = footprint(call, kind), operands_of(call)
     sizes = (
         given[alias].nbytes if alias is not None else result.nbytes if result is not None else 0

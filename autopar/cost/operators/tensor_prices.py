@@ -57,7 +57,7 @@ LOCAL_MOVE_LAUNCHES = 16
 
 @dataclass(slots=True)
 class TensorPrices:
-    """What tensors of one graph cost on one mesh; filled on demand and remembered.
+    """Costs of one graph's tensors on one mesh; filled on demand and remembered.
 
     The graph is that of one micro-batch. `step_weight` is what a second that is spent once a step counts
     against one that every micro-batch spends: 1 without micro-batches. `training` counts backward passes.
@@ -120,7 +120,7 @@ class TensorPrices:
 
     @property
     def known(self) -> PriceCache:
-        """What equal operators and tensors of other graphs cost on this mesh, but for multipliers."""
+        """Prices of equal operators and tensors of other graphs on this mesh, without multipliers."""
         if self._known is None:
             self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
         return self._known

@@ -31,7 +31,7 @@ class Regather:
 
 
 def regathers(priced: PricedProgram) -> Iterator[Regather]:
-    """What the backward pass of a micro-batch gathers anew, operator by operator."""
+    """Gathers that a micro-batch's backward repeats, operator by operator."""
     prices, program = priced.prices, priced.program
     regathered = {name for name in program.gatherings if program.gathering(name) is Gathering.REGATHER}
     if not prices.training or not regathered:

@@ -31,7 +31,7 @@ class Heap:
 
 
 class GradientSums:
-    """What becomes of weights' gradients, as gradient_buckets.py and bound_program.py have it.
+    """Memory of weights' gradients while they are summed, as gradient_buckets.py and bound_program.py do it.
 
     A gradient that ranks sum waits for the others of its bucket, whose memory a CPU keeps all the time; a
     large one is summed where it lies, unless it is in another dtype. Sums in another dtype are there until

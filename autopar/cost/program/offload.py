@@ -90,7 +90,7 @@ def movable(priced: PricedProgram) -> list[Movable]:
 
 
 def offloaded(priced: PricedProgram) -> list[Movable]:
-    """What the program moves, in its own order, without what its parts that are recomputed have."""
+    """Tensors that the program offloads, in its order, without those inside recomputed parts."""
     if not priced.program.offload:
         return []
     known = {item.tensor: item for item in movable(priced)}
@@ -126,7 +126,7 @@ def forward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> floa
 
 
 def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> float:
-    """Seconds by which backward is late in the end; `items` come in the order in which they are numbered."""
+    """Seconds by which copies delay the end of backward; `items` come in the order of their numbers."""
     late = end = 0.0
     begun = [0.0] * AHEAD  # of each copy, at the earliest
     for place, item in enumerate(reversed(items)):
@@ -153,5 +153,5 @@ def overlapped_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> 
 
 
 def copy_seconds(item: Movable, link: LinkLike) -> float:
-    """Seconds of one copy to the host, or back."""
+    """Seconds to copy an offloaded tensor to the host, or back."""
     return link.seconds(item.nbytes)

@@ -54,8 +54,8 @@ def peak_memory(priced: PricedProgram) -> Peak:
 
 
 def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Footing:
-    """What each operator of the largest rank holds, for cuts into pipeline stages to add up. A stage moves
-    what hides in it of what the program moves, or all if that is of the stages from `starts` on."""
+    """Memory of each operator on the largest rank, for pipeline cuts to add up. A stage moves what hides in
+    it of what the program moves, or all if that is of the stages from `starts` on."""
     replay = Replay(priced, staged=True, starts=starts or (0,))
     replay.run()
     link = priced.prices.cluster.host
@@ -132,7 +132,7 @@ class Replay:
         return Peak(self.heap.most, state_bytes, kept, by_operator)
 
     def part_bytes(self) -> int:
-        """What the rank's program holds beside the graph's inputs: its parts of a structure."""
+        """Bytes of the rank's parts of a structure, held beside the graph's inputs."""
         parts: dict[object, int] = {}
         for item in self.graph.operators:
             parts |= self.prices.parts(item, self.program.strategies[item.name])

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What it means to compute [p, q) again, in tables over `places`: `seconds` for each micro-batch, bytes
-    `spared` between forward and backward, and those `taken` instead, of what the part is given."""
+    """Cost and gain of recomputing the operators [p, q), as tables over `places`: `seconds` for each
+    micro-batch, bytes `spared` between forward and backward, and bytes `taken` instead, the part's operands.
+    """
 
     places: tuple[int, ...]
     seconds: Table
@@ -94,8 +95,8 @@ def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
 
 
 def shares(priced: PricedProgram) -> Shares:
-    """What each operator by itself could spare: bytes that are kept are spared only if what makes them is
-    run again, so no parts spare as much for fewer seconds."""
+    """Seconds and bytes that recomputing each operator alone could spare. Saved bytes are spared only if
+    their maker runs again, so no parts spare as many for fewer seconds."""
     chosen = priced.operator_prices
     spared = np.zeros(len(chosen))
     for life in lives(priced):

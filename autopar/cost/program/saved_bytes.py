@@ -63,7 +63,7 @@ class SavedBytes:
         self.now -= self.tape.calls[number].memory.own
 
     def has_weight(self, number: int) -> bool:
-        """Whether a call's backward makes gradients of weights, or what they are made of."""
+        """Whether a call's backward makes gradients of weights, or operands of those."""
         return number in self.with_weights or number in self.of_weights
 
     def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:

@@ -52,7 +52,8 @@ class StepCost:
 
     @property
     def exposed_sums(self) -> bool:
-        """Whether sums, or what starts early, take longer than what they could hide behind."""
+        """Whether gradient sums, or exchanges that start early, take longer than the work that could hide
+        them."""
         return self.hidden < self.summed or self.beside < self.early
 
     @property
@@ -98,8 +99,8 @@ def step_cost(priced: PricedProgram) -> StepCost:
 
 
 def is_bucketed(move: Move) -> bool:
-    """Whether a weight's conversion is the all-reduce of a gradient, which starts when its bucket is full;
-    weights that lie in shards are gathered, and their gradients scattered, while nothing else runs."""
+    """Whether a weight's conversion is an all-reduce of its gradient, which starts when its bucket is full.
+    Weights that lie in shards are gathered, and their gradients scattered, while nothing else runs."""
     return effect(move).name == "r_to_b"
 
 

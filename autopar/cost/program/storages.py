@@ -26,10 +26,10 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Footing:
-    """What operators hold, one by one: storages saved for backward, bytes `own` of each operator that
-    nobody else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes
-    `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
-    backward, and those of `forward` alone."""
+    """Memory of operators, one by one: storages saved for backward, bytes `own` of each operator that nobody
+    else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes `held`
+    of gradients then, and the `working` bytes beside saved ones while it runs, forward or backward, and those
+    of `forward` alone."""
 
     saved: tuple[SavedStorage, ...]
     own: tuple[int, ...]

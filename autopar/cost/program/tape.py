@@ -266,7 +266,8 @@ class _Recorder:
         return value
 
     def summed_bytes(self, name: str, move: Move) -> int:
-        """What a gradient and its sum over ranks take in another dtype than the tensor's, if it is one."""
+        """Bytes of a gradient and its sum over ranks, if they are summed in a dtype other than the
+        tensor's."""
         share = self.prices.widening(name)
         if share == 1.0 or not sums_gradients(move):
             return 0

@@ -161,7 +161,7 @@ def leading(
 
 
 def can_lead(move: Move, gathering: Gathering) -> bool:
-    """Whether a weight's move, the first one from where it is stored, can be made once a step."""
+    """Whether a weight's first move from its stored layout can be made once a step."""
     return effect(move).name == "r_to_b" or (gathering is Gathering.ONCE and gathers(move))
 
 

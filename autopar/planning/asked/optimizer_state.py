@@ -36,7 +36,7 @@ _KERNELS = ("foreach", "fused", "capturable")  # options of how a step runs, whi
 
 
 def state_of(optimizer: OptimizerLike) -> OptimizerState:
-    """What an optimizer keeps of each weight.
+    """State sizes of an optimizer.
 
     `optimizer` is a name of `OPTIMIZERS`, a class whose other arguments have defaults, a function of
     parameters that makes one, or one that is made already, of whose parameter groups the largest state

@@ -38,7 +38,7 @@ def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: A
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options that the environment says; raises InputError for anything else in its variable."""
+    """Read options from the environment; raises InputError for words that are no options."""
     return {name: word for name, word in _read(environment).items() if name != _PLAN}
 
 

@@ -53,7 +53,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """What all doors share of an option.
+    """Declaration of an option, shared by the Python API, the command line and the environment.
 
     `words` are the types as which JSON says it, `types` those that only Python says, of which errors show an
     `example`; `metavar` and `help` are the command line's, `more` what a line can't say; `read` checks a
@@ -366,7 +366,7 @@ class Door:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def default(self, option: str) -> Any:
-        """What holds where nobody says the option."""
+        """The option's value where none is given."""
         return self.defaults.get(option, OPTIONS[option].default)
 
     def check(self, said: Mapping[str, Any]) -> None:
@@ -459,7 +459,7 @@ OutputReach = Literal["auto", "global", "local"]
 
 
 def is_local(value: str) -> bool:
-    """Whether the inputs are "local"; raises InputError unless they are "global" then."""
+    """Whether the `inputs` option is "local"; raises InputError for any word but "local" and "global"."""
     if value in get_args(Reach):
         return value == "local"
     raise InputError(

@@ -135,12 +135,12 @@ class Request:
         return [kind for kind in ScheduleKind if not (self.compile and kind in SPLIT_BACKWARD)]
 
     def actions(self, kind: ScheduleKind) -> int:
-        """Forwards and backwards in a step."""
+        """Forward and backward actions in a step, of all micro-batches and stages."""
         return 2 * self.pipeline_ranks * stages_per_rank(kind) * self.micro_batches
 
 
 def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | None]:
-    """What the search takes, and the numbers of stages and micro-batches if any is to be chosen.
+    """The request for a search, and the numbers of stages and micro-batches if any is to be chosen.
 
     Raises InputError for options that make no sense, and for what torch's schedules can't run.
     """

@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
 
 
 def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
-    """One of the plans whose graph differs from this one in numbers alone, for this one."""
+    """A known plan whose graph differs from this one in numbers alone, with this graph; None without."""
     here = fingerprint_of(as_before(graph))
     return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
 
@@ -69,8 +69,8 @@ def resized(graph: Graph, known: Sequence[Plan], cluster: ClusterSpec, request: 
 
 
 def holds(program: Program, dims: Dims) -> bool:
-    """Whether the program is one of the graph: its operators offer what they do in it, and every shard has
-    rows on every rank."""
+    """Whether a program fits the graph: it uses only strategies that the graph's operators offer, and each
+    shard has rows on every rank."""
     graph = dims.graph
     if (set(program.strategies), set(program.inputs), set(program.outputs)) != (
         {item.name for item in graph.operators},

@@ -61,7 +61,7 @@ class Parts:
 
     @property
     def is_exact(self) -> bool:
-        """Whether cutting changes no number, as far as the graph of the whole batch tells."""
+        """Whether cutting the batch changes no number, as far as the graph of the whole batch tells."""
         return self.flow is not None and self.obstacle is None and self.whole.decided_by is None
 
     def cutting(self) -> Cutting:
@@ -93,8 +93,8 @@ class Parts:
         return bool(shapes) and all(shape[0] == 1 for shape in shapes)
 
     def can_be_said(self) -> bool:
-        """Whether the user can say where samples are: some dims give parts that compute what the batch does.
-        Parts of one graph of vertices don't."""
+        """Whether some choice of the samples' dims gives parts that compute what the batch does. Parts of one
+        graph of vertices don't."""
         args, kwargs = self.call.rebuild(self.call.tensors)
         for said in islice(guesses(self.call), MOST_GUESSES):
             try:
@@ -272,8 +272,8 @@ def _shapes(call: Arguments) -> str:
 
 
 def guesses(call: Arguments) -> Iterator[Said]:
-    """Which dims may hold samples: one of the first tensor's whose length others have as well, and there the
-    first dim of that length; of one tensor its first dim."""
+    """Guesses of the dims that hold samples. The first tensor's dims whose length other tensors have as well
+    are tried, with the first dim of that length in the others; a single tensor's first dim."""
     shapes = {path: tuple(tensor.shape) for path, tensor in zip(call.paths, call.tensors, strict=True)}
     first, *others = [shape for shape in shapes.values() if shape] or [()]
     shared = [size for size in first if any(size in shape for shape in others)]

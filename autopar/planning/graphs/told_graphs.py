@@ -61,7 +61,8 @@ class PartGraphs:
         return told(self.traced[nearest], nearest, self.traced[self.size], self.size, samples)
 
     def stands(self, count: int) -> bool:
-        """Whether the graph of a count is as it was told, if it was; from now on all are traced if not."""
+        """Whether a trace of `count` micro-batches gives the graph that was told. If not, all told graphs are
+        dropped and traced anew."""
         if count not in self.told:
             return True
         with contextlib.suppress(InputError, TraceError):  # which are raised again when it is asked for

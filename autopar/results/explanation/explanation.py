@@ -132,7 +132,7 @@ class Change:
 
 
 def binds(cap: int, free: Outcome, base: Outcome) -> bool:
-    """Whether the cap keeps the base from what is there without it, and that is faster."""
+    """Whether the plan without the cap takes more bytes than `cap`, and is faster."""
     return free.peak_bytes > cap and free.step_seconds < base.step_seconds * (1 - LEAST_STEP_GAIN)
 
 
@@ -161,7 +161,7 @@ class Explanation:
 
     @property
     def memory_binds(self) -> bool:
-        """Whether a faster plan was found without the memory cap, which takes more than that."""
+        """Whether a plan without the memory cap is faster, and takes more than the cap."""
         free = self.memory[0].outcome if self.memory else None
         cap = self.plan.memory_cap if self.plan else None
         return bool(free and self.base and cap is not None and binds(cap, free, self.base))

@@ -29,7 +29,7 @@ def explanation_text(found: Explanation) -> str:
 
 
 def render_explanation(found: Explanation) -> RenderableType:
-    """The explanation for a terminal."""
+    """Render the explanation for a terminal."""
     if found.base is None:
         return Group(*_infeasible(found), *_changes("what if", found.what_if, None))
     return Group(*_plan(found), *_layers(found, found.base), *_binds(found, found.base), *_rest(found))

@@ -77,7 +77,7 @@ class _BlockRows:
         return tuple(TableRow(row.name.removeprefix(self.name), row.cells) for row in self.rows)
 
     def follows(self, other: _BlockRows) -> bool:
-        """Whether it is the next block after `other`, and equal."""
+        """Whether these rows are the next block after `other`, and equal to it."""
         if self.number is None or other.number is None:
             return False
         return (self.stem, self.number, self.inner) == (other.stem, other.number + 1, other.inner)

@@ -72,7 +72,8 @@ def notebook_bar(listener: Listener | None) -> Iterator[Listener | None]:
 
 @dataclass(slots=True)
 class RelayedBar:
-    """Writes progress to a file, at most every so often, from whatever process it was sent to."""
+    """Writes progress to a file, at most once in `SECONDS_BETWEEN_PICTURES`, from whatever process has the
+    bar."""
 
     path: Path
     last: float = 0.0

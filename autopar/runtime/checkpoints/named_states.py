@@ -306,7 +306,7 @@ class _Nested:
         return values
 
     def options(self, name: str, _: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The options of the group that a parameter is in."""
+        """The options of the group that holds a parameter; None if no group does."""
         group = self._groups.get(name)
         return None if group is None else {k: v for k, v in group.items() if k not in (PARAMETERS, NAMES)}
 

@@ -114,12 +114,12 @@ class Slots:
 
     @property
     def is_staged(self) -> bool:
-        """Whether other ranks have parameters that this one has not."""
+        """Whether some pipeline rank has parameters that this one lacks."""
         return any(stored.holder is not None for tree in self.used for stored in tree.stored.values())
 
     @property
     def is_shared(self) -> bool:
-        """Whether saving is collective."""
+        """Whether saving the state is a collective: some parameter is in parts or on other ranks."""
         return self.is_staged or any(slot.owner is not None and slot.owner.stored.is_shared for slot in self)
 
     def together(self, what: str) -> AbstractContextManager[None]:

@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameter is."""
+        """Whether the parameter is sharded."""
         return self.stored.key is not None
 
 

@@ -60,7 +60,7 @@ class Meetings:
         return Meetings(group, wires)
 
     def is_held(self, number: int) -> bool:
-        """Whether the ranks meet before their call of this number."""
+        """Whether ranks meet before call `number`: always at first, then once in `stride` calls."""
         return number <= FIRST_MEETINGS or number % self.stride == 0
 
     def are_alike(self, digest: bytes) -> bool:

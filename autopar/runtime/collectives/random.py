@@ -124,7 +124,7 @@ def draws(program: fx.GraphModule) -> bool:
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Whether a node of a program draws; attention without dropout doesn't."""
+    """Whether a node of a program draws random numbers; attention without dropout draws none."""
     if not is_random(node.target):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

@@ -124,7 +124,7 @@ class RollCall:
         return lost
 
     def meets(self) -> bool:
-        """Whether ranks meet for this call, whose parts they need not compare each time."""
+        """Whether ranks meet for this call; between meetings they need not compare its parts."""
         return self._meetings.is_held(self._number)
 
     @property
@@ -143,7 +143,8 @@ class RollCall:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this rank is in a call; a backward that raised has left none."""
+        """Whether this rank is inside a collective call. A backward that raised has left its call, and is
+        taken out here."""
         if self._is_backward and self._is_main and torch._C._current_graph_task_id() == -1:
             self.leave()
         return self._since is not None
@@ -282,7 +283,7 @@ def collective(name: str, *, compares: bool = False) -> Iterator[None]:
 
 
 def meets() -> bool:
-    """Whether ranks meet for the call that this rank is in; never where it is alone."""
+    """Whether ranks meet for the call that this rank is in; False for a single rank."""
     roll_call = _roll_call()
     return roll_call is not None and roll_call.meets()
 

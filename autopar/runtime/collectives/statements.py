@@ -81,7 +81,7 @@ def digest_of(number: int, call: CollectiveCall, parts: Iterable[StatementPart])
 
 
 def stated(number: int, call: CollectiveCall, parts: Iterable[StatementPart]) -> Statement:
-    """What others are told where the digests differ."""
+    """The statement that a rank sends to others where digests differ."""
     return Statement(number, call, tuple(map(_said, parts)))
 
 

@@ -43,7 +43,7 @@ _OVERLOADS = (aten.fill_.Tensor, aten.masked_fill_.Tensor)  # of operators that 
 
 
 class IsOurs(Protocol):
-    """Whether a mesh is one of ours; raises an error for what can't be right on it."""
+    """Whether a mesh is one of autopar's; raises an error for operators that can't be right on it."""
 
     def __call__(self, name: str, mesh: DeviceMesh, *, by_rows: bool, draws: bool) -> bool: ...
 

@@ -122,7 +122,7 @@ def concerns(function: Callable[..., Any], owner: DTensor) -> bool:
 
 
 def writes_to_part(function: Callable[..., Any], owner: DTensor) -> bool:
-    """Whether a function writes by an index, or to what is a gathered part of another DTensor."""
+    """Whether a function writes by an index, or to a gathered part of another DTensor."""
     name = function.__name__
     return name == "__setitem__" or name in COMPOSED or (_writes(name) and hasattr(owner, _VIEW))
 

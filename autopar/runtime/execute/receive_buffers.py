@@ -21,7 +21,7 @@ MADE_AT_RECEIVES = hasattr(_RecvInfo, "allocate_buffer")
 
 
 def prepare(receives: Sequence[Any], specs: Sequence[TensorSpec], device: torch.device) -> None:
-    """Let those that take a tensor take one of the micro-batch's own shape."""
+    """Give each receive a buffer of the micro-batch's own shape."""
     for receive, spec in zip(receives, specs, strict=False):  # the first stage has arguments
         if not _takes_tensor(receive):
             continue

@@ -122,12 +122,12 @@ class StageModule(nn.Module):
         self._values = {item.name: leaf for item, leaf in zip(self.learned, leaves, strict=True)}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The leaves that learn, which a split backward looks for."""
+        """The leaf tensors that require gradients, for which a split backward looks."""
         leaves: Any = [leaf for leaf in self._values.values() if leaf.requires_grad]
         return iter(leaves)
 
     def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
-        """What the program sends on of micro-batch number `micro_batch`, or its loss."""
+        """Results of micro-batch number `micro_batch` that the stage sends on, or its loss."""
         results = self.run(received, int(micro_batch))
         return results[0] if self.executable.outputs else results
 

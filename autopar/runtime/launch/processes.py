@@ -43,7 +43,8 @@ def process_of(pid: int) -> RankProcess:
 
 
 def is_stopped(process: RankProcess) -> bool:
-    """Whether a process is stopped by a signal, not by a debugger; no where this process can't know."""
+    """Whether a signal, not a debugger, has stopped the process. False if the process is in another
+    namespace."""
     if process.space != _space():
         return False
     with suppress(OSError):

@@ -27,7 +27,8 @@ _REMEDY = (
 
 
 def refuse_wrappers(is_parallel: Callable[[nn.Module], bool]) -> None:
-    """From now on wrapping a module of which one `is_parallel` raises InputError, which says what to do."""
+    """Make wrapping a module raise InputError with a remedy from now on, if the module or a part
+    `is_parallel`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for kind in (DistributedDataParallel, DataParallel, FullyShardedDataParallel):

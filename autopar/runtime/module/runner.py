@@ -377,12 +377,12 @@ class Runner:
 
     @property
     def has_local_inputs(self) -> bool:
-        """Whether each rank passes samples of its own."""
+        """Whether each rank passes its own samples, not the whole batch."""
         return self._local is not None
 
     @property
     def takes_steps(self) -> bool:
-        """Whether training goes by `train_step`."""
+        """Whether the program trains through `train_step`, not by calls and `backward`."""
         return self._by_steps
 
     @property

@@ -146,7 +146,7 @@ class _Whole:
             )
 
     def end(self) -> None:
-        """Let their memory go, whoever still holds them."""
+        """Free the memory of the whole tensors, whoever still holds them."""
         for item in self._tensors:
             if isinstance(item.whole, nn.Parameter):
                 old_parameters.ended(item.whole, item.names[0])

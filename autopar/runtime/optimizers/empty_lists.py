@@ -25,7 +25,7 @@ _MARK = "_autopar_empty_lists"
 
 
 def take_empty_lists() -> None:
-    """Let optimizers that are made of no parameters, on ranks of a model in stages, stand by."""
+    """Make optimizers accept an empty list of parameters, as ranks of a staged model pass."""
     if hasattr(Optimizer, _MARK):
         return
     make = Optimizer.__init__

@@ -86,7 +86,7 @@ def _staged_device(optimizer: torch.optim.Optimizer) -> torch.device | None:
 
 
 def computes_in_half(made: Executable | StagedExecutable) -> bool:
-    """Whether a program casts something to float16."""
+    """Whether a program casts any tensor to float16."""
     stages = (made,) if isinstance(made, Executable) else made.stages
     parts = [part for stage in stages for part in stage.module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes]

@@ -88,7 +88,7 @@ def local_buffer(part: InputPart, tensor: Tensor) -> Tensor:
 
 
 def twin_of(tensor: Tensor) -> Tensor:
-    """A parameter or buffer that lies like this one, with the same values and no gradient."""
+    """A copy of a parameter or buffer, with the same placement and values and no gradient."""
     values = local(tensor).detach().clone()
     if isinstance(tensor, DTensor):
         values = DTensor(values, tensor._spec, requires_grad=False)

@@ -142,7 +142,8 @@ class CallPrograms:
         return twin
 
     def known(self, call: Arguments, *, step: bool = False) -> tuple[Entry[Program] | None, str]:
-        """The program that is there for the global `call` or step, else none, and why, to be compared."""
+        """Find the program of the global `call` or step. Returns it, None if there is none, and a reason,
+        "known" or "new", which ranks compare."""
         self._tensors.tree.check()
         key = self._key(call, step=step, place=0)
         if (entry := self.cache.find(key, call)) is not None:

@@ -38,7 +38,7 @@ class Origin:
 
     @property
     def name(self) -> Any:
-        """Equal for one origin."""
+        """A key that is equal for equal origins."""
         return self.argument if self.slot is None else self.slot.name
 
     def read(self, constants: Sequence[Any]) -> Any:

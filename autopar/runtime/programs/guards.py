@@ -115,7 +115,7 @@ class Guard:
         }
 
     def holds(self, tensors: Sequence[Tensor] | None = None) -> bool:
-        """Whether nothing that was read has changed since, nor what a call's `tensors` decide."""
+        """Whether all reads, and the answers that a call's `tensors` give, are what they were."""
         return self.change(tensors) is None
 
     def change(self, tensors: Sequence[Tensor] | None = None) -> str | None:

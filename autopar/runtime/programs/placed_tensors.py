@@ -79,11 +79,11 @@ class PlacedTensors:
 
     @property
     def is_placed(self) -> bool:
-        """Whether a program has placed them."""
+        """Whether a program has cut the serial model's tensors."""
         return self._mesh is not None
 
     def place(self, made: Executable | StagedExecutable) -> DeviceMesh:
-        """Cut the serial model's tensors to this rank's parts, and let go of the model; collective."""
+        """Cut the serial model's tensors to this rank's parts, and free the model; a collective."""
         mesh = device_mesh(made.mesh, self._device)
         self._parts = {
             name: item
@@ -320,7 +320,7 @@ class PlacedTensors:
         return (along and not whole) or len(self._holders.get(part.target, ())) > 1
 
     def counts(self, name: str) -> bool:
-        """Whether this pipeline rank is the one that counts the parameter, of several that hold it."""
+        """Whether this pipeline rank counts the parameter; of several that hold it, the first one does."""
         if not self._holders or self._mesh is None:
             return True
         return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
@@ -347,7 +347,7 @@ class PlacedTensors:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether ranks need each other to make all parameters and buffers whole."""
+        """Whether making parameters and buffers whole takes several ranks."""
         return dist.get_world_size() > 1 and any(item.is_shared for item in self.tree.stored.values())
 
 

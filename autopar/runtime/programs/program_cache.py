@@ -37,7 +37,8 @@ class Entry(Generic[P]):
     inside: tuple[LeftInside, ...] = ()
 
     def fits(self, call: Arguments) -> bool:
-        """Whether it is the program of a call, as things are; from now on it is."""
+        """Whether the entry's program serves a call as things are; if so, free numbers are set to the
+        call's."""
         if not self.guard.holds(call.tensors) or (self.structure and self.structure.change(call.tensors)):
             return False
         return self.free is None or self.free.settle(call.constants)

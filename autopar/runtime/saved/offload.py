@@ -48,7 +48,7 @@ def offload(x: Tensor, number: int) -> Tensor:
 
 
 def moves(program: fx.Graph) -> bool:
-    """Whether the program moves anything."""
+    """Whether the program offloads any tensor."""
     return any(node.target is offload for node in program.nodes)
 
 

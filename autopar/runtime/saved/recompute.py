@@ -163,7 +163,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def stays(target: Any) -> bool:
-    """Whether what `target` gives is saved when the part that calls it is recomputed."""
+    """Whether a result of `target` stays saved when the part that calls it is recomputed."""
     ours = getattr(target, "namespace", "") == "autopar"
     return ours and not is_random(target) and not is_regather(target)
 

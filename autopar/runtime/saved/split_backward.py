@@ -82,12 +82,12 @@ class _Graph:
     found: dict[Any, tuple[bool, bool]] = field(default_factory=dict)  # see `reached`
 
     def has_weight(self, node: Any) -> bool:
-        """Whether a weight hangs on `node`."""
+        """Whether `node` is followed by one that leads to weights alone."""
         self.reached(node)
         return any(self.found[each] == (False, True) for each in _next(node))
 
     def reached(self, node: Any) -> tuple[bool, bool]:
-        """Whether other leaves than weights are reached from `node`, and whether weights are."""
+        """Whether leaves other than weights are reached from `node`, and whether weights are."""
         waiting = [node]
         while waiting:
             last = waiting[-1]

@@ -145,7 +145,7 @@ def _module_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def is_harmless(hook: object) -> bool:
-    """Whether a hook is one of those that a trace runs, or of libraries that a program may do without."""
+    """Whether a trace runs the hook, or a program may do without it."""
     return getattr(hook, "__name__", "") in _HARMLESS or isinstance(hook, _OLD_NORMS_OWN)
 
 

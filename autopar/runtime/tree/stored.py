@@ -49,7 +49,7 @@ def sharded_state(is_sharded: bool) -> Iterator[None]:
 
 
 def is_sharded_state() -> bool:
-    """Whether state dicts hold DTensors in serial order at the moment."""
+    """Whether state dicts at the moment hold DTensors in serial order."""
     return _sharded.get()
 
 
@@ -100,7 +100,7 @@ class Stored:
 
     @property
     def is_shared(self) -> bool:
-        """Whether gathering it is collective."""
+        """Whether gathering the tensor is a collective."""
         return self.key is not None or self.holder is not None
 
     def gather(self, tensor: Tensor | None) -> Tensor:

@@ -182,7 +182,7 @@ class UserTree:
                 states[path][name] = value
 
     def is_parameter(self, name: str) -> bool:
-        """Whether that is the name of a parameter, else of a buffer."""
+        """Whether `name` is a parameter's; if not, it is a buffer's."""
         return isinstance(self._whole[name], nn.Parameter)
 
     def put_by_name(self, whole: Mapping[str, Tensor]) -> list[tuple[str, str, Any]]:
@@ -237,7 +237,8 @@ class UserTree:
         self._handles.clear()
 
     def in_order(self, state: Any, prefix: str) -> Any:
-        """A state dict in the serial order, also of tensors that this rank doesn't hold."""
+        """The state dict in the model's serial order; tensors that this rank doesn't hold take their places
+        too."""
         places = {prefix + name: place for place, name in enumerate(self._order)}
         held = [places[name] for name in state if name in places]
         if held != sorted(held):

@@ -74,13 +74,13 @@ def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[Gath
 
 
 def gathers_in_disguise(move: Move) -> bool:
-    """Whether a weight's move could complete a gather by another name: zero-padded shards, S -> P, that are
-    then summed."""
+    """Whether a weight's move completes a gather by another name: zero-padded shards, S -> P, that are summed
+    afterwards."""
     return isinstance(move.placements[0], Partial)
 
 
 def completes(move: Move) -> bool:
-    """Whether a weight's move gathers it, by any name."""
+    """Whether a weight's move gathers it, by all-gather or by sum."""
     return gathers(move) or gathers_in_disguise(move)
 
 

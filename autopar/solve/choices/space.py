@@ -263,7 +263,7 @@ def split_by_force(graph: Graph, prices: Prices) -> list[Operator]:
 
 
 def is_heavy(operation: Operator, prices: Prices) -> bool:
-    """Whether the operator does products: what flops are counted for."""
+    """Whether the operator has products, for which flops are counted."""
     whole, *_ = options_of(operation, prices.dims)
     return prices.operator(operation, (whole,) * len(prices.dims.mesh.shape)).flops > 0
 
@@ -371,7 +371,7 @@ def _whole_dims(item: GraphInput, dims: Iterable[int]) -> set[Shard]:
 
 
 def storable(name: str, layout: Layout, dims: Dims) -> bool:
-    """Whether a DTensor can keep the parameter so: its shards are those of torch.chunk."""
+    """Whether a DTensor can hold the parameter in this layout: its shards are those of torch.chunk."""
     if not dims.legal(name, layout):
         return False
     for dim in range(len(dims.atoms.of[name])):

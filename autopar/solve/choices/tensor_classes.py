@@ -62,7 +62,7 @@ class Wiring:
         self.written = {value: buffer for buffer, value in graph.writes}
 
     def classes(self, folding: Folding, atoms: Atoms) -> list[TensorClass]:
-        """Group tensors that have one producer class and the same uses."""
+        """Group tensors with one producer class and the same uses."""
         found: dict[object, TensorClass] = {}
         for name in self.graph.specs:
             if not (self.uses[name] or name in self.graph.outputs or name in self.written):
@@ -103,15 +103,16 @@ class Wiring:
         return class_of[operation.name], index, steps
 
     def is_fixed(self, name: str) -> bool:
-        """Whether the tensor is a buffer that is written, which stays as it lies."""
+        """Whether the tensor is a buffer that the program writes; its layout is fixed."""
         return name in self.kinds and self.kinds[name].mutated
 
     def at_rest(self, name: str) -> bool:
-        """Whether the tensor is on the device all the time: what the user passes comes and goes."""
+        """Whether the tensor is on the device all the time; the user's inputs come and go."""
         return name in self.kinds and self.kinds[name].kind is not InputKind.USER
 
     def may_be_left(self, name: str) -> bool:
-        """Whether ranks may hold parts of their own in the tensor's place: of a constant that rules read."""
+        """Whether ranks may hold their own parts of the tensor: true of constants whose users all read
+        values."""
         if name not in self.kinds or self.kinds[name].kind is not InputKind.CONSTANT:
             return False
         return all(rule_of(item).reads_values for item, _ in self.uses[name])

@@ -44,7 +44,7 @@ class Choices:
 
 
 def is_whole(problem: Problem, answer: SolverAnswer) -> bool:
-    """Whether the solver's values are choices, and no mixtures of such."""
+    """Whether all integer variables of the solver's answer are 0 or 1."""
     if answer.values is None:
         return False
     whole = (value for value, flag in zip(answer.values, problem.lp.integer, strict=True) if flag)

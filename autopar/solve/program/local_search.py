@@ -99,8 +99,8 @@ class _PlacementDescent:
         return self.found
 
     def steps_down(self, *, twice: bool = False) -> bool:
-        """Whether a change was better, or two at once if there are few. The same parts are recomputed,
-        or none: then it is taken."""
+        """Take every change, or pair of changes if there are few, that makes the plan better; tells if any
+        did. Each is tried with the same recomputed parts, and without."""
         better = False
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):
@@ -110,7 +110,8 @@ class _PlacementDescent:
         return better
 
     def fitted_anew(self) -> bool:
-        """Whether a change was better, with recomputed parts and offloaded tensors fitted to each plan."""
+        """Take the first change that makes the plan better with recomputed parts and offloaded tensors fitted
+        to it; tells if any did."""
         if self.recompute is not Recompute.AUTO and self.offload is not Offload.AUTO:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):

@@ -50,7 +50,7 @@ class MemoryRows:
         self.gradients.append((float(nbytes), variable))
 
     def cap(self, nbytes: float) -> None:
-        """Add rows: what is there when backward begins fits, and what is there when it ends."""
+        """Add rows that cap the bytes at the begin and at the end of backward."""
         later = [(-amount, variable) for amount, variable in self.gradients]
         self.lp.at_most([*self.held, *later], float(nbytes))
         if self.resting:

@@ -172,13 +172,13 @@ class OperatorVariables:
         return [View(name, *ends, tuple(variables)) for ends, variables in found.items()]
 
     def storage_sizes(self, name: str, index: int) -> dict[Layout, int]:
-        """The least bytes in which a result that is no view of an operand lies, by layout."""
+        """The least bytes of storage for a result, by layout; views of operands need none."""
         if (name, index) not in self.sizes:
             self.sizes[name, index] = self.find_sizes(name, index)
         return self.sizes[name, index]
 
     def find_sizes(self, name: str, index: int) -> dict[Layout, int]:
-        """See `storage_sizes`."""
+        """Find `storage_sizes`, which are made once."""
         found: dict[Layout, int] = {}
         for strategy in self.space.strategies[name]:
             saved = self.prices.plain(self.by_name[name], strategy).saved

@@ -329,7 +329,7 @@ class Problem:
         return found
 
     def saves(self, use: Use) -> bool:
-        """Whether some strategy of the user keeps what it takes for backward."""
+        """Whether some strategy of the use's operator saves this operand for backward."""
         return use.consumer is not None and bool(
             self.operators.savers(use.consumer, use.position, use.repetitions, of="operands")
         )
@@ -495,8 +495,8 @@ class Problem:
         return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
 
     def may_gather(self, name: str) -> bool:
-        """Whether a tensor may be gathered: all but weights where there is no way for those, and weights that
-        are cast first where nothing gathered may stay."""
+        """Whether a tensor may be gathered. Weights may not where no gathering is allowed, nor weights that
+        are cast first where none but regathering is."""
         if not self.wiring.is_parameter(name):
             return True
         if self.space.gatherings != (Gathering.REGATHER,):
@@ -547,7 +547,7 @@ class Problem:
         return self.prices.weight_move(name, move, leads=leads)
 
     def passes(self, name: str, use: Use) -> tuple[bool, bool]:
-        """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
+        """Whether the user only passes the tensor on, as one of equal size, and whether its result is a view.
 
         A weight's conversions cost less than those of a view of it: gradients are summed in buckets.
         """

@@ -136,7 +136,8 @@ class SavedVariables:
         yield from self.kept.get(tensor.name, [])
 
     def recomputed(self, tensor: TensorClass) -> Marginal:
-        """For each layout the r of who makes the tensor, as a mean over its members at most."""
+        """For each layout, the maker's recompute variables, averaged over the tensor's members: an upper
+        bound."""
         if tensor.name not in self.wiring.makers:
             return {}
         operation, index = self.wiring.makers[tensor.name]
@@ -148,7 +149,8 @@ class SavedVariables:
         }
 
     def nbytes(self, tensor: TensorClass, layout: Layout) -> int:
-        """Bytes that are held at least where the tensor is kept: fewer than its own if its maker expands."""
+        """A lower bound on the bytes that a saved tensor holds; fewer than its own if its maker expands
+        it."""
         nbytes = self.problem.prices.local_bytes(tensor.name, layout)
         if tensor.name not in self.wiring.makers:
             return nbytes

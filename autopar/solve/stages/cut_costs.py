@@ -177,12 +177,12 @@ class CutProblem:
 
     @property
     def late(self) -> bool:
-        """Whether ranks wait for what they receive."""
+        """Whether ranks wait for tensors that they receive."""
         return self.schedule.kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
     @property
     def whole(self) -> bool:
-        """Whether no backward is split in two."""
+        """Whether every backward is one piece, not split into input and weight gradients."""
         return self.late or self.schedule.kind is ScheduleKind.INTERLEAVED
 
     def undercut(self) -> list[Table]:
@@ -224,9 +224,10 @@ class CutProblem:
         return np.zeros_like(row) if self.late or self.schedule.kind.is_v else row
 
     def two_round_trips(self, rank: int, forward: Table, back: Table, later: Row) -> Table:
-        """Seconds from a rank's first action to its last backward, along two micro-batches. The first goes
-        to the last stage and back; then come the rank's own actions up to its last forward, and that one's
-        way; 0 if all forwards come first. `later` is what later stages take forward and back."""
+        """Seconds from a rank's first action to its last backward, along two micro-batches. The first goes to
+        the last stage and back; then come the rank's own actions up to its last forward, and that
+        micro-batch's way. 0 if all forwards come first. `later` is the time of later stages, forward and
+        back."""
         kinds = [action.kind for action in self.schedule.actions(rank)]
         first = next(index for index, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
         last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)
@@ -288,7 +289,7 @@ class CutProblem:
         return np.triu(saved + self.table.received[None, :], 1)
 
     def is_sent_late(self, stage: int) -> bool:
-        """Whether what a stage sends to the next one leaves at some time, while the rank goes on."""
+        """Whether a stage's send to the next one travels while its rank goes on."""
         schedule = self.schedule
         if self.late or not 0 <= stage < schedule.stages - 1:
             return False

@@ -33,8 +33,8 @@ def cuts_left(operators: int) -> int:
 
 
 def is_worthwhile(operators: int, *, scarce: bool) -> bool:
-    """Whether enough assignments can be cut, where memory is scarce or where it is not. Where it is scarce,
-    the fastest may be far from the best."""
+    """Whether enough neighbours can be cut for a search to be worth it. Where memory is scarce, fewer
+    suffice: the fastest may be far from the best."""
     return cuts_left(operators) >= (FEWEST_CUTS_IF_SCARCE if scarce else FEWEST_CUTS)
 
 
@@ -72,7 +72,8 @@ class _StagedDescent:
         self.left, self.tried = cuts_left(operators), {_key(self.choices)}
 
     def steps_down(self, *, twice: bool = False) -> bool:
-        """Whether a change, or two at once if there are few, was better: then it is taken."""
+        """Take every change, or pair of changes if there are few, that makes the step better; tells if any
+        did."""
         better = False
         untried = list(neighbors(self.problem, self.choices))
         if twice:

@@ -143,7 +143,7 @@ class Mixture:
         return frozenset(found)
 
     def holds(self, name: str, levels: Levels) -> bool:
-        """Whether a tensor is made and taken without contradiction."""
+        """Whether one layout of the tensor fits its maker and its users."""
         return (self.made if name in self.made_by else self.given)(name, levels) is not None
 
     def crossing(self, places: Sequence[int]) -> dict[int, list[str]]:

@@ -155,7 +155,7 @@ class Refinement:
         return step
 
     def moves(self, step: Step) -> bool:
-        """Whether stages may begin elsewhere: if they were sought at some of many places."""
+        """Whether stages may begin elsewhere: cuts were sought at some places only."""
         return bool(self.sought) and step.cut is not None and step.cut.places < len(self.graph.operators)
 
     def refilled(self, step: Step) -> Step:

@@ -160,7 +160,7 @@ class ChoiceTables(Problem):
 
     @property
     def costs(self) -> Seconds:
-        """What each variable costs."""
+        """The cost of each variable."""
         return np.asarray(self.lp.costs)
 
     def tables(self) -> Iterator[CostTable]:

@@ -195,7 +195,7 @@ class _Tracer:
     def judged(
         self, call: FunctionCall | HookCall, operands: Sequence[Tensor], numbers: Sequence[float]
     ) -> _Judgement:
-        """What is done with a call on such operands."""
+        """The judgement of a call on such operands; equal calls are judged once."""
         specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in operands)
         numbers = watched(numbers)
         autocast = Autocast.now(traced_as(operands[0].device.type) if operands else "cpu")

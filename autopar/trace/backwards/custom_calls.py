@@ -42,7 +42,7 @@ class FunctionCall:
 
     @staticmethod
     def of(function: Any, args: tuple[Any, ...]) -> tuple[FunctionCall, list[Tensor], list[float]]:
-        """The call, its operands and its numbers. What stands in lists gets no gradient, as in torch."""
+        """The call, its operands and its numbers. Tensors inside lists get no gradient, as in torch."""
         leaves, structure = pytree.tree_flatten(args)
         outside = {id(item) for item in args}
         tensors = [item for item in leaves if isinstance(item, Tensor)]
@@ -60,7 +60,7 @@ class FunctionCall:
 
     @property
     def code(self) -> str:
-        """The code and the constants, in words that are the same on all ranks."""
+        """The function's code and constants as text, the same on all ranks."""
         bases = (base for base in self.function.__mro__ if base not in torch.autograd.Function.__mro__)
         methods = [item for base in bases for item in vars(base).values()]
         return repr((self.title, [_code(item) for item in methods], [_word(item) for item in self.leaves]))
@@ -126,7 +126,7 @@ class HookCall:
         return same
 
     def run(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Tensor, ...]:
-        """Run the call as `call` does."""
+        """Run the call, and give its result as a tuple."""
         return (self.call(operands, numbers),)
 
 

@@ -117,7 +117,8 @@ def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
 
 
 def is_derivative(run: Run, forward: Run, operands: Specs, numbers: Sequence[float]) -> bool:
-    """Whether the call's backward is what autograd makes of its `forward`."""
+    """Whether the call's backward gives the gradients that autograd derives from `forward`, on random values
+    and NaN."""
     for draw in range(_NAN_VALUE):
         try:
             ours = _Evaluation.of(run, _leaves(operands, draw), numbers, draw)

@@ -24,7 +24,7 @@ _autograd: Any = torch._C._autograd
 
 
 class TakenGradients(TorchFunctionMode):
-    """Within, gradients that are taken have gradients if they are asked to; `found` says whether any were."""
+    """Within, `torch.autograd.grad` builds a graph if asked to; `found` says whether it was called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -192,9 +192,9 @@ def refuse_filled(arguments: Arguments) -> None:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor or an array in the fields of an object, at any depth.
+    """Whether an object's fields hold a tensor or an array, at any depth.
 
-    Modules of Python that it names aren't looked into.
+    Python modules that it names aren't searched.
     """
     todo, seen = [value], dict[int, Any]()
     while todo:
@@ -430,9 +430,9 @@ def split_for_loss(
 def leaves_out_loss(
     model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call gives the model all that it requires, and `loss_fn` nothing of what that requires.
+    """Whether a call gives the model all required arguments, and none to `loss_fn`.
 
-    So the model would miss an argument if the loss took its own.
+    Then the model would miss an argument if the loss took its own.
     """
     if loss_fn is None:
         return False

@@ -41,7 +41,8 @@ _TOOLS = tuple(f"{folder}/" for folder in (_NUMPY, _TORCH, *_BESIDE_TORCH))
 
 
 def is_tool(file: str) -> bool:
-    """Whether a source file is of what all models run on; a library of models is none."""
+    """Whether a source file belongs to what all models run on: autopar, Python or torch, but no library of
+    models."""
     ours, python = _OURS
     is_python = file.startswith(python) and "site-packages" not in file
     return is_python or file.startswith((ours, "<", *_TOOLS))

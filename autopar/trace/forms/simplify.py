@@ -47,7 +47,7 @@ def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
 
 
 def is_identity(item: Operator) -> bool:
-    """Whether the operator gives its operand back for some shapes, and is then left out."""
+    """Whether the operator returns its operand unchanged for some shapes, and is left out then."""
     return facts_of(item.target).is_identity
 
 

@@ -29,7 +29,7 @@ def spreads_out(node: fx.Node, target: Any) -> bool:
 
 
 def is_spread_out(item: Operator) -> bool:
-    """Whether an operator is such a copy."""
+    """Whether an operator copies an expanded operand into contiguous memory."""
     return facts_of(item.target).is_identity and item.kwargs.get("memory_format") is CONTIGUOUS
 
 

@@ -37,7 +37,8 @@ _DTYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The state of autocast for one kind of device: the dtype of what is cast, None where nothing is."""
+    """The state of autocast for one kind of device: the dtype to which operands are cast, None where it is
+    off."""
 
     device: str = "cpu"
     dtype: torch.dtype | None = None
@@ -153,8 +154,8 @@ class _Ran:
     kernels: Counter[tuple[Any, ...]]
 
     def widens(self, other: _Ran) -> bool:
-        """Whether it reached the same kernels, on wider numbers at most: where a composed operator rounds
-        between its parts, as the cross entropy does on CUDA, or casts some of them, as cells of a GRU."""
+        """Whether the run reached the other's kernels, on numbers as wide or wider. Composed operators round
+        between their parts, as cross entropy does on CUDA, or cast some, as GRU cells do."""
         ours, theirs = (Counter(call[0] for call in each.kernels.elements()) for each in (self, other))
         return self.results == other.results and ours == theirs
 

@@ -45,7 +45,7 @@ class DrawnDecisions:
         return self._answers.get(id(args[0])) if function is Tensor.__bool__ else None
 
     def is_asked(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Whether Python asks for the value of a draw."""
+        """Whether a function asks in Python for the value of a drawn tensor."""
         return function in _ASKING and id(args[0]) in self._drawn
 
 

@@ -37,7 +37,8 @@ class _Check:
 
     @property
     def holds_for_any(self) -> bool:
-        """Whether the source can be clamped always, and is what was checked."""
+        """Whether the check holds for any values: the source can always be clamped, and hasn't been written
+        since."""
         dtype = self.source.dtype
         return (
             not self.result.dim()
@@ -66,7 +67,8 @@ class FiniteChecks:
         self._owed = None
 
     def answers_no(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the call asks if all is finite, of what can be clamped always: not all is, then."""
+        """True if the call is `bool(isfinite(x).all())` and x may always be clamped; the trace then takes the
+        False branch."""
         check = self._known.get(id(args[0])) if function in (Tensor.__bool__, Tensor.item) else None
         if check is None or not check.holds_for_any:
             return False

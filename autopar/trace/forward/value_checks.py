@@ -104,7 +104,7 @@ class _Code:
         return found
 
     def catches(self, offset: int) -> bool:
-        """Whether what is raised there comes to an `except`, a `finally` or a `with` that may catch it."""
+        """Whether an `except`, a `finally` or a `with` may catch an exception that is raised at `offset`."""
         for entry in self.handlers:
             if entry.start <= offset < entry.end:
                 first, second = self.steps[self.places[entry.target] :][:2]
@@ -114,7 +114,7 @@ class _Code:
         return False
 
     def lets_through(self, target: int) -> bool:
-        """Whether the `with` with the handler at `target` has managers that are known to catch nothing."""
+        """Whether the `with` of the handler at `target` has only managers that are known to catch nothing."""
         start = min(entry.start for entry in self.handlers if entry.target == target)
         entered = [place for place in range(self.places[start]) if "WITH" in self.steps[place].opname]
         names = self.globals(entered[-1]) if entered else set()

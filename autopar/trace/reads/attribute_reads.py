@@ -47,7 +47,7 @@ class AttributeOwner:
 
 
 class Reads:
-    """The attributes that were read, by their owners, and what code can reach by name."""
+    """Attributes that code has read, by the object that has them, and what it can reach by name."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.owners: dict[int, AttributeOwner] = {}
@@ -56,7 +56,7 @@ class Reads:
         self._ran: set[types.CodeType] = set()
         self._keeps = keeps
         self.loss: Any = None
-        self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
+        self.decisions: list[Any] = []  # `input_values.InputDecision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
         self.inside: tuple[LeftInside, ...] = ()  # and in objects outside
         self._is_on = False
@@ -66,7 +66,8 @@ class Reads:
         self._tracers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def has(self, state: dict[str, Any], name: str) -> bool:
-        """Whether an attribute was read, as it was before forward."""
+        """Whether the attribute `name` of the object with this `state` was read, with its value from before
+        forward."""
         owner = self.owners.get(id(state))
         return owner is not None and (name in owner.names or ALL in owner.names)
 

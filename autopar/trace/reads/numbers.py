@@ -42,7 +42,7 @@ _BUILTIN = (
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a plain float or int, and no flag."""
+    """Whether a value is a plain float or int; bools are none."""
     return type(value) in (float, int)
 
 
@@ -285,7 +285,7 @@ def computed(function: Callable[[Any], Any], literal: Plain) -> Any:
 
 
 def is_float(value: object) -> bool:
-    """Whether a value is a plain float, or stands for one."""
+    """Whether a value is a plain float, or a `Number` that stands for one."""
     return type(value) is float or (type(value) is Number and isinstance(value, float))
 
 

@@ -142,7 +142,7 @@ class Reachable:
                 self._look_up()
 
     def knows(self, value: Any) -> bool:
-        """Whether a value holds nothing that wasn't seen."""
+        """Whether a value holds nothing that hasn't been visited."""
         return type(value) in _ATOMS or id(value) in self._visited
 
     def let_go(self) -> None:
@@ -301,7 +301,7 @@ def _imported(names: Iterable[str], package: str) -> list[types.ModuleType]:
 
 
 def is_users(code: types.CodeType) -> bool:
-    """Whether code isn't that of a library which reads no state of the user's."""
+    """Whether code may read the user's state: it is in no known library, nor in Python's own."""
     path = code.co_filename
     if path.startswith(_library_folders()) or path.startswith("<frozen"):
         return False
@@ -310,7 +310,7 @@ def is_users(code: types.CodeType) -> bool:
 
 
 def is_torchs_nn(code: types.CodeType) -> bool:
-    """Whether code is that of torch.nn, which calls functions that others may replace."""
+    """Whether code is torch.nn's, which calls functions that others may replace."""
     return code.co_filename.startswith(os.path.dirname(str(nn.__file__)))
 
 
@@ -344,18 +344,18 @@ def _in_slots(value: Any) -> Iterator[Any]:
 
 
 def is_python_class(kind: type) -> bool:
-    """Whether Python code has made a class, whose attributes can be set."""
+    """Whether Python code made a class, so that its attributes can be set."""
     return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
 
 
 def is_settings(kind: type) -> bool:
-    """Whether it is a class of Python code, other than torch's."""
+    """Whether a class is made by Python code outside of torch."""
     return is_python_class(kind) and not is_torch(kind.__module__)
 
 
 def is_torch(module: str | None) -> bool:
-    """Whether a module is torch's or a part of Python that holds no state of the user's: what a logger has
-    told, and to whom, is none of the graph."""
+    """Whether a module is torch's, or a part of Python without the user's state. A logger's messages and
+    their readers are no part of the graph."""
     return _first(module) in _STATELESS
 
 
@@ -370,7 +370,7 @@ def _first(module: object) -> str:
 
 
 def members(value: Any) -> Iterator[Any]:
-    """What a container of values holds, whatever its class makes of being asked."""
+    """Elements of a container, even if its class overrides iteration."""
     base = next(kind for kind in (tuple, list, set, frozenset, deque) if isinstance(value, kind))
     held: Iterator[Any] = base.__iter__(value)
     return held

@@ -100,7 +100,7 @@ class _Folding:
         return _without_twins(with_sorted_edges(with_edge_operators(_without_twins(fused))))
 
     def folds(self, item: Operator) -> bool:
-        """Whether the operator follows from constants, of which at least one isn't made of numbers alone."""
+        """Whether the operator's operands are constants, at least one of them not made of numbers alone."""
         names = item.operands
         return (
             bool(names)
@@ -111,7 +111,7 @@ class _Folding:
         )
 
     def is_made(self, name: str) -> bool:
-        """Whether a tensor is made of numbers alone, and the same at each call."""
+        """Whether a tensor is made of numbers alone, and equal at each call."""
         maker = self.makers.get(name)
         return maker is not None and is_repeatable(maker.target) and all(map(self.is_made, maker.operands))
 

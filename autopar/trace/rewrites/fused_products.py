@@ -70,7 +70,7 @@ class _Fusion:
         return without_dead_code(made)
 
     def sum_of(self, item: Operator) -> _Sum | None:
-        """What the operator sums, if that is rows which only it uses."""
+        """The sum of picked rows that an operator computes, None if other operators use the rows."""
         if item.target is not aten.index_add.default or item.kwargs or len(item.args) != 4:
             return None
         into, dim, index, messages = item.args
@@ -150,7 +150,7 @@ class _Fusion:
         return name
 
     def emit(self, add: Operator, like: str, target: Any, *args: Any, shape: tuple[int, ...]) -> str:
-        """Write an operator as a part of a sum, and give the name of what it makes."""
+        """Write an operator as a part of a sum, and return the name of its result."""
         name = f"{add.name}_{target._schema.name.partition('::')[2]}_{len(self.written)}"
         self.specs[name] = replace(self.specs[like], shape=shape)
         self.written.append(replace(add, name=name, target=target, args=args, kwargs={}, results=(name,)))

@@ -63,8 +63,8 @@ class _ConstantValues:
         self.answers: dict[str, bool | None] = {}
 
     def causal(self, name: str) -> bool | None:
-        """Whether a mask hides what comes later; False if it hides nothing, None of any other mask.
-        None, too, where its numbers aren't known."""
+        """True if a mask hides just later positions, False if it hides nothing. None for other masks, and for
+        unknown ones."""
         if name not in self.answers:
             value = self.value(name)
             self.answers[name] = None if value is None else _is_causal(value)

@@ -95,7 +95,7 @@ class RowPlacer:
         return [replace(self.item, target=aten.index_reduce.default, args=args, kwargs=kwargs)]
 
     def is_filled(self) -> bool:
-        """Whether anything is placed at all."""
+        """Whether the placement fills any rows."""
         return bool(len(self.placed.index)) or self.placed.into is None
 
     def is_zero(self, name: str) -> bool:

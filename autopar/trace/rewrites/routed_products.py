@@ -122,13 +122,13 @@ class _Unsorting:
         return [None if mark and mark.order is Order.NOTHING else mark for mark in given]
 
     def returns(self, item: Operator) -> bool:
-        """Whether rows are brought back one to one, or added up."""
+        """Whether an operator brings rows back one to one, or adds them up."""
         if item.target is aten.index_add.default:
             return not item.kwargs.get("alpha")
         return item.target is not aten.index_put.default or len(item.args) < 4 and not item.kwargs
 
     def has_own_dtype(self, item: Operator) -> bool:
-        """Whether products are of the rows' dtype."""
+        """Whether products keep the rows' dtype."""
         return Instance(item, self.specs).arguments.get("out_dtype") is None
 
     def row_by_row(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:

@@ -48,7 +48,7 @@ class StateEntry:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the list or dict that it is holds something else."""
+        """Whether the list or dict in the entry has other contents than before."""
         now = _content(self.value)
         if now is None or self.content is None:
             return False

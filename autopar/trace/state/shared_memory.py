@@ -97,7 +97,7 @@ class ModelMemory:
         return next((name for item in self._memories if (name := item.name_of(tensor))), None)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of these, or lies in the memory of one."""
+        """Whether a tensor is the model's, or lies in the memory of one of its tensors."""
         return any(item.name_of(tensor) or item.met_by(tensor) for item in self._memories)
 
     def _met_by(self, item: GraphInput) -> str | None:

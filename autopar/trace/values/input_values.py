@@ -96,7 +96,8 @@ class InputDecision:
     of_values: bool = True
 
     def holds(self, tensors: Sequence[Tensor], known: dict[ComputedValue, Any]) -> bool:
-        """Whether a call's tensors give the same answer; `known` are values of this call."""
+        """Whether a call's tensors give the same answer; `known` are values that were computed for this
+        call."""
         answer = evaluate(self.asked, tensors, known)
         return type(answer) is type(self.answer) and bool(answer == self.answer)
 

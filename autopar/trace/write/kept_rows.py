@@ -83,7 +83,7 @@ class KeptRows:
         self._seen = 0  # operators that are numbered
 
     def counts(self, node: fx.Node) -> bool:
-        """Whether a call of Python's is one of numbers of kept rows, and then what it gives is noted."""
+        """Whether a Python function takes the number of kept rows; its result is noted then."""
         if isinstance(node.target, torch._ops.OpOverload):
             return False
         args = self._graph.value(node.args)
@@ -102,7 +102,7 @@ class KeptRows:
         return True
 
     def concerns(self, target: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call makes rows of a mask, or takes some."""
+        """Whether an operator makes rows of a mask, or takes such rows."""
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, (SelectedRows, Places, NumberKept)) for leaf in leaves):
             return True

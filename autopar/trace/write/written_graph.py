@@ -38,7 +38,7 @@ class WrittenGraph:
         self.writes: dict[str, str] = {}  # buffer -> what it holds after the step
 
     def value(self, item: Any) -> Any:
-        """What stands here for nodes of the exported graph."""
+        """The value in this graph of nodes of the exported graph."""
         return fx.node.map_arg(item, lambda node: self.env[node])
 
     def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
