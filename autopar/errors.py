@@ -118,7 +118,7 @@ class AutoparError(Exception):
 
 
 class InputError(AutoparError):
-    """What the user handed in cannot be used."""
+    """The user's input cannot be used."""
 
 
 class TraceError(InputError):

@@ -32,7 +32,8 @@ Process = subprocess.Popen[bytes]
 
 @contextmanager
 def busy_neighbours(cluster: ClusterSpec, *, wanted: bool) -> Iterator[CoRunners | None]:
-    """What tells a node's other processes to measure along; None where there are none, or other ranks do."""
+    """Within, a function that makes a node's other processes measure along. None where there are none, or
+    where other ranks do so."""
     count = co_running(cluster) - 1
     launched = dist.is_available() and dist.is_initialized()
     if not wanted or cluster.device_type != "cpu" or count < 1 or launched:
@@ -71,7 +72,7 @@ class _Neighbours:
             process.stdout.read(len(READY))
 
     def end(self) -> None:
-        """What they still measure counts for nobody."""
+        """Kill the processes; measurements that still run are lost."""
         for process in self.processes:
             process.kill()
             with suppress(OSError), process:  # closes the pipes, what it hasn't read is lost, and waits

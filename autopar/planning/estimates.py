@@ -43,7 +43,7 @@ class PipelineEstimate:
 
 
 class StepEstimate(NamedTuple):
-    """What a step takes, and whether something is computed again in it."""
+    """Seconds and bytes of a step, and whether it recomputes anything."""
 
     seconds: float
     nbytes: float
@@ -52,15 +52,11 @@ class StepEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeshEstimate:
-    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `work` are
-    the seconds of operators alone, of each the part that all devices would have if they shared it, `slowest`
-    those of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
-    `hiding` those behind which sums of gradients can hide,
-    `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
-    `samples` are shared by how many devices; only where assignments are free can uneven ones be split
-    otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is recomputed, that
-    takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of `hidden_bytes` of what is
-    saved are overlapped, to the host and back."""
+    """Costs of one of `count` micro-batches on one mesh, all `ranks` stages together. `shards` says for which
+    part of the seconds the `samples` are shared by how many devices; only where assignments are free can
+    uneven ones be split otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is
+    recomputed, that takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of
+    `hidden_bytes` of what is saved are overlapped, to the host and back."""
 
     ranks: int
     mesh: Mesh

@@ -109,7 +109,7 @@ class MeshProblem:
 
     @property
     def roles(self) -> Mapping[str, OperatorTraffic] | None:
-        """What operators are to fused groups, where programs are compiled."""
+        """Each operator's part in fused groups, where programs are compiled; else None."""
         return self.groups.members if self.groups else None
 
     @property
@@ -291,8 +291,8 @@ class MeshProblem:
         return found
 
     def improved(self, fastest: Solution, found: Step | None, ask: Ask, limits: Limits) -> Step | None:
-        """What is better than `found` among assignments that differ from it, or from the fastest, by few
-        choices; None if the graph is too large to look at many."""
+        """A step better than `found` whose assignment differs from it, or from the fastest, by few choices.
+        None if there is none, or the graph is too large to try many."""
         scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
         if not is_worthwhile(len(self.graph.operators), scarce=scarce):
             return None
@@ -481,7 +481,7 @@ class MeshProblem:
 
     @property
     def offload(self) -> Offload:
-        """What may be moved to the host."""
+        """The remedies by host memory that are allowed: none where there is no backward or no host link."""
         may = self.request.training and self.cluster.host is not None
         return self.request.offload if may else Offload.NONE
 

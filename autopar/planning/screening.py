@@ -121,7 +121,7 @@ class Screen:
         self.apart = Apart(measured=self.request.measure and self.model.here)
 
     def choices(self, ranks: int | None) -> list[PipelineEstimate]:
-        """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
+        """Estimates that fit, the fastest first, then those that don't fit, the smallest first."""
         self.apart = replace(self.apart, is_roomy=ranks is None and self.is_roomy())
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
@@ -137,8 +137,8 @@ class Screen:
         return list(best.values())
 
     def sample(self, ranks: int) -> SampledMicroBatch:
-        """What is screened: without stages the largest micro-batch, with stages one of about SAMPLE, which
-        as many devices as `ranks` pipeline ranks leave to each can share."""
+        """The micro-batch that is screened: without stages the largest, with stages one of about SAMPLE
+        samples, which the devices of one pipeline rank can share."""
         if ranks == 1:
             return self.traced(self.counts[0])
         return self.about_sample(self.cluster.stage(ranks).num_devices)
@@ -219,7 +219,7 @@ class Screen:
         return state <= SCARCE * self.cap
 
     def unstaged(self) -> list[MeshEstimate]:
-        """What is screened without stages: the whole batch, or if it doesn't fit as it is parts of it."""
+        """Estimates without stages: of the whole batch, or of parts of it if it doesn't fit as it is."""
         if len(self.counts) == 1:
             return self.screen(1)
         alone = self.screen(1, is_probe=True)
@@ -235,10 +235,11 @@ class Screen:
         return any(each.nbytes(None, count, each.saved_bytes) <= self.cap for each in alone)
 
     def screened_in_parts(self, alone: Sequence[MeshEstimate]) -> list[MeshEstimate]:
-        """What is screened of the fewest micro-batches of which one fits as it is, and of half as many.
+        """Estimates of the fewest micro-batches of which one fits as it is, and of half as many.
 
-        Of these something is computed again. Small ones compute slower, and each gathers what lies in shards,
-        which the whole batch tells nothing of."""
+        Half as many need recomputing. Small micro-batches compute slower, and each gathers the shards again,
+        which the whole batch tells nothing of.
+        """
         for place, count in enumerate(self.counts):
             if all(each.saved_bytes * each.count > count * self.cap for each in alone):
                 continue
@@ -404,7 +405,8 @@ class Screen:
     def screened(
         self, problem: MeshProblem, solution: Solution, ranks: int, sample: SampledMicroBatch
     ) -> MeshEstimate:
-        """What an assignment costs, and what it costs and keeps if all is recomputed where memory asks."""
+        """The estimate of an assignment: its costs, and those with everything recomputed where memory is
+        scarce."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches

@@ -76,8 +76,8 @@ FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchEffect:
-    """What cutting the batch into `count` micro-batches changes in serial training, and why; `allowed` where
-    it was asked for and is what samples are normalised by."""
+    """Effect of cutting the batch into `count` micro-batches on serial training, and its reason. It is
+    `allowed` where the user asked for it and statistics that normalise samples are the reason."""
 
     verdict: Verdict
     count: int

@@ -29,7 +29,7 @@ MESHES = (Mesh((2,)), Mesh((3,)), Mesh((2, 2)))
 
 @dataclass(frozen=True, slots=True)
 class OperatorProof:
-    """What was compared: strategies over all meshes, the factors that they split, the largest difference."""
+    """Extent of a proof: strategies over all meshes, factors that they split, and the largest error."""
 
     operator: str
     strategies: int

@@ -52,7 +52,7 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class LowPrecision:
-    """What eager code under autocast and the program have in common.
+    """Comparison of eager code under autocast with the program.
 
     `kernels` were compared; `different` are those that give other dtypes. `loss` is the largest relative
     difference from the serial losses, `spread` that of serial reruns with what is `changed` in them; None
@@ -101,7 +101,7 @@ class LowPrecision:
 def program_in_low_precision(
     target: Target, traced: Traced, plan: Plan, autocast: Autocast, *, steps: int
 ) -> LowPrecision | None:
-    """What is compared of a plan without stages, on simulated ranks."""
+    """Compare a plan without stages, on simulated ranks, with eager code under autocast."""
     return compare_low_precision(
         target.model,
         traced,
@@ -121,7 +121,7 @@ def pipeline_in_low_precision(
     *,
     steps: int,
 ) -> LowPrecision | None:
-    """What is compared of a plan with stages or micro-batches; serial training takes the same parts."""
+    """Compare a plan with stages or micro-batches with eager code under autocast, cut into the same parts."""
     count = plan.pipeline.micro_batches
     find, tensors = target.model.get_buffer, graphs.whole.arguments.tensors
     batch = split_batch(graphs.first.cutting, tensors, count, find=find)

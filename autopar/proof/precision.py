@@ -213,7 +213,7 @@ class _RaiseBelow(TorchDispatchMode):
 
 
 def in_float64(function: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives; InputError naming it if it fails but would not in a lower float."""
+    """An operator's results. If it fails, but runs in a lower float, raises InputError with its name."""
     try:
         return function(*args, **kwargs)
     except (RuntimeError, ValueError) as cause:
@@ -263,7 +263,8 @@ def written_constants(graph: Graph) -> tuple[Tensor, ...]:
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """What a forward makes of numbers (`torch.linspace(0, 1, n)`, a quotient of integers) is float64, too."""
+    """Within, tensors that a forward makes of Python numbers (`torch.linspace(0, 1, n)`, a quotient of
+    integers) are float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

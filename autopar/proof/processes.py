@@ -40,7 +40,7 @@ Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and wh
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What every rank is told: the target, the plan and the graph that it is for, first values."""
+    """Job that every rank of a proof receives: target, plan, first values."""
 
     source: str
     plan: Plan

@@ -227,7 +227,7 @@ def has_custom_backwards(graph: Graph) -> bool:
 
 
 def meaning_for(graph: Graph) -> Meaning:
-    """What the collectives of its programs do."""
+    """The meaning of collectives in a graph's programs: typed where some backward isn't linear."""
     return simulate_typed if has_custom_backwards(graph) else simulate
 
 

@@ -72,7 +72,7 @@ _BACKWARD_OF_GROUPS = SumKernel("n n - -> n - -", "n", "n")
 
 
 def sum_of(function: Any, args: Sequence[Any]) -> SumKernel | None:
-    """What a kernel sums, None if it isn't known."""
+    """The sum that a kernel computes; None if unknown."""
     if function is aten.convolution.default:
         transposed, groups = args[6], args[8]
         return None if groups > 1 else _TRANSPOSED if transposed else _CONVOLUTION

@@ -43,7 +43,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Record:
-    """What a side computed: one entry per step for outputs, loss and gradients.
+    """Results of one side: an entry per step for outputs, loss and gradients.
 
     `casts` are those that were raised to float64 on the way.
     """

@@ -158,7 +158,7 @@ def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[
 
 
 def run_eagerly(model: nn.Module, call: Call, loss_fn: LossFunction | None) -> tuple[Any, Tensor | None]:
-    """What the eager model gives for a call, and the loss, None if there is none."""
+    """Output of the eager model for a call, and its loss, None if there is none."""
     args, kwargs, loss_args, loss_kwargs = call
     output = model(*args, **kwargs)
     return output, loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
@@ -206,7 +206,7 @@ def eager_call(
 
 
 def seed(step: int, micro_batch: int = 0) -> int:
-    """What both sides draw the random masks of a micro-batch from."""
+    """Seed of a micro-batch's random masks, the same on both sides."""
     return mask_seed(PROOF_SEED + step, micro_batch)
 
 
@@ -235,7 +235,7 @@ def note_outputs(record: Record, leaves: Sequence[Tensor], loss: Tensor | None, 
 
 
 def seeds_of(loss: Tensor | None, leaves: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """What backward starts from: the loss, or a fixed random weighting of all outputs."""
+    """Gradients from which backward starts: of the loss, or a fixed random weighting of all outputs."""
     if loss is not None:
         return [(index, torch.ones_like(leaf)) for index, leaf in enumerate(leaves) if leaf is loss]
     generator = torch.Generator().manual_seed(PROOF_SEED)

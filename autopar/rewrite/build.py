@@ -120,7 +120,7 @@ def _early(
     body = hoist(body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute)
 
     def result_bytes(step: int) -> int:
-        """What an operator makes, on the rank that has most."""
+        """Bytes of an operator's result on the rank that has most."""
         operator = graph.operators[step]
         name = next(each for each in operator.results if each is not None)
         layout = tuple(option.results[0] for option in program.strategies[operator.name])

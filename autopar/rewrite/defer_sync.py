@@ -46,8 +46,8 @@ GATHERS = (*SCATTERS, torch.ops.autopar.s_to_r.default)
 
 @dataclass(frozen=True, slots=True)
 class DeferredSync:
-    """What is done once a step for a weight: gathers, and the sum of its gradient over the ranks of `key`, in
-    `reduce` if that isn't its own dtype."""
+    """Operations of a weight that run once a step: gathers, and the sum of its gradient over the ranks of
+    `key`, in `reduce` if that isn't its own dtype."""
 
     key: str | None
     gathers: tuple[GatherCall, ...] = ()

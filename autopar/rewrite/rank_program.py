@@ -45,7 +45,8 @@ class RankProgram:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """What this rank's program takes beside the graph's inputs, by placeholder: parts made for it."""
+        """Tensors that the rank's program takes beside the graph's inputs, by placeholder: its parts of a
+        structure."""
         used = {str(node.target) for node in self.graph.nodes if node.op == "placeholder" and node.users}
         return {name: value for name, value in self.emitter.constants.items() if name in used}
 
@@ -135,7 +136,7 @@ class _RankWriter:
         self.emitter.graph.lint()
 
     def write_buffer(self, buffer: str, value: str) -> fx.Node:
-        """What the buffer holds after the step, converted as a part of the operator that makes it."""
+        """The buffer's value after the step, converted as a part of the operator that makes it."""
         written = len(self.emitter.graph.nodes)
         node = self.value(value, self.program.inputs[buffer])
         step = next((at for at, item in enumerate(self.graph.operators) if value in item.results), 0)
@@ -201,7 +202,7 @@ class _RankWriter:
         return self.emitter.collective(target, args, shape)
 
     def summing(self, name: str, move: Move) -> str:
-        """What the name of a move ends with that sums gradients in another dtype than the tensor's."""
+        """Suffix of a move's name if it sums gradients in a dtype other than the tensor's; "" if not."""
         spec, reduce = self.graph.specs[name], self.program.reduce
         if name not in self.reduced or not sums_gradients(move) or not spec.requires_grad:
             return ""

@@ -57,7 +57,7 @@ class InputPart:
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayouts:
-    """What a later program must keep to: the mesh, and the layouts that tensors already have.
+    """Constraints on later programs: the mesh, and the layouts that tensors already have.
 
     `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
     `stages_of_uses` are those of each use of each parameter and buffer, where `pipeline` has stages.

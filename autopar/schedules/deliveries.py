@@ -17,8 +17,8 @@ from autopar.core.schedule import Action, ActionKind, Overlap, Schedule
 
 
 class Message(NamedTuple):
-    """What `stage` gives to the one behind, its output, if `forward`; else to the one before, the gradient
-    of its input."""
+    """Tensor between neighbouring stages: `stage`'s output for the next if `forward`, else the gradient of
+    its input for the previous one."""
 
     stage: int
     forward: bool
@@ -34,14 +34,14 @@ Traffic: TypeAlias = dict[int, list[tuple[int, Message]]]  # by the other rank: 
 
 
 def sent_by(action: Action) -> Message | None:
-    """What an action has for another stage, if there is one; gradients of weights stay."""
+    """The message that an action sends to another stage; None for gradients of weights, which stay."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None
     return Message(action.stage, action.kind is ActionKind.FORWARD, action.micro_batch)
 
 
 def needed_by(action: Action) -> Message | None:
-    """What an action needs from another stage, if there is one."""
+    """The message that an action needs from another stage; None for gradients of weights."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None
     forward = action.kind is ActionKind.FORWARD

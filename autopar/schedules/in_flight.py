@@ -18,8 +18,8 @@ LEARNING = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 class Flights(NamedTuple):
-    """What a rank holds at the moments when something runs, as far as nothing more is held at another: a
-    first half of a backward or something else, until the end of the rank's first B or W or `later`."""
+    """Counts of micro-batches that a rank holds, at the moments that may hold the most. `early` is until the
+    end of its first B or W, `later` comes after that; `_half` is in the first half of a backward."""
 
     early: Moments
     early_half: Moments
@@ -90,7 +90,7 @@ def _highest(moments: set[Counts]) -> Moments:
 
 @lru_cache(maxsize=1024)
 def of_one(moments: Moments, place: int) -> Moments:
-    """What moments are for one of a rank's stages."""
+    """Moments of one of a rank's stages."""
     return _highest({each[place :: len(each) // 3] for each in moments})
 
 

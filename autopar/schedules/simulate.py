@@ -121,7 +121,7 @@ class ScheduleRun:
         return len(todo)
 
     def wait(self, rank: int, action: Action, start: float) -> None:
-        """What a rank does until an action may start."""
+        """Let a rank wait until an action may start."""
 
     def run(self, rank: int, action: Action, start: float) -> float:
         """Run an action; when it stops."""

@@ -31,7 +31,7 @@ Turn: TypeAlias = tuple[Action, tuple[Message, ...]]  # an action, and what it l
 
 @dataclass(frozen=True, slots=True)
 class CutCosts:
-    """What `StageCost` holds, in seconds, for each stage of each cut."""
+    """Seconds as in `StageCost`, for each stage of each cut."""
 
     forward: Seconds
     input_gradient: Seconds

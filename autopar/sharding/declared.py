@@ -40,7 +40,7 @@ _MARKS = "a name, +, ., & after it, _ or ..."
 
 
 class Declared(Rule):
-    """What was declared of one operator."""
+    """Rule that the user has declared for one operator."""
 
     def __init__(self, target: Any, text: Text) -> None:
         self.target, self.text = target, text

@@ -23,7 +23,7 @@ from autopar.sharding.window import RowMap
 
 
 class Kind(Enum):
-    """What an operator does along a factor, by the mark that its equation bears."""
+    """Kind of a factor: how an operator combines elements along it, with the mark in equations."""
 
     FREE = ""
     CONTRACTED = "+"

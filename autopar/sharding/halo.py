@@ -68,7 +68,7 @@ class Need:
 
 
 def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
-    """What every rank along the axes of `factor` needs of operand 0 for its rows of result 0."""
+    """Rows of operand 0 that each rank along the axes of `factor` needs for its rows of result 0."""
     axes = site.axes(factor)
     name, result = site.operands[0], site.operator.results[0]
     assert result is not None

@@ -31,8 +31,8 @@ Reads = Callable[[Sequence[int]], Tensor]  # the rows, rising, that the rank at 
 
 @dataclass(frozen=True, slots=True)
 class NeededRows:
-    """What one rank exchanges with the others of its group: its own rows, those that it receives, by owner,
-    those of its own that it sends, counted from its first, and how many from and to whom."""
+    """Exchange of one rank with its group: its own rows, rows that it receives, by owner the rows that it
+    sends, counted from its first, and how many from and to each."""
 
     own: Rows
     foreign: Tensor
@@ -90,7 +90,7 @@ def cut_key(site: Site, operand: int) -> object:
 
 
 def needed_rows(site: Site, operand: int, axes: Sequence[int], reads: Reads) -> NeededRows:
-    """What this rank exchanges so that all along `axes` have the rows of an operand that they read."""
+    """The exchange by which all ranks along `axes` get the rows of an operand that they read."""
     group = members(site, axes)
     me = group.index(site.coordinate)
     owned = [owned_rows(site, operand, place) for place in group]
@@ -125,7 +125,8 @@ def _within(rows: Tensor, span: Rows) -> Tensor:
 
 
 def remembered(site: Site, key: object, make: Callable[[], Made]) -> Made:
-    """What `make` gives of an operator's constants, once for all ranks and strategies with this key."""
+    """The value of `make` for an operator's constants, made once for all ranks and strategies with this
+    key."""
     memo = site.dims.memo
     if key not in memo:
         memo[key] = make()

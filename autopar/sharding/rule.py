@@ -379,7 +379,7 @@ class Regroup(Rule):
 
 
 class Gathered(Rule):
-    """What an operator without a rule gets: gathered operands, or unsummed ones throughout."""
+    """The rule of operators that have none: gathered operands, or unsummed ones throughout."""
 
     numbers_alike = True
 

@@ -38,7 +38,7 @@ MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
 
 
 class Role(Enum):
-    """What a tensor is to the samples of a batch."""
+    """Role of a tensor with regard to the batch's samples."""
 
     WHOLE = "the same whatever the samples"
     FIXED = "as many rows as samples, which stay when fewer samples come"
@@ -67,9 +67,8 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class SampleValue:
-    """What is known of a tensor: its role, which operator took samples together, whether inputs alone make
-    it, and the scale that is still to be applied where its own is a part's; what it is to rows that were
-    sorted."""
+    """Knowledge of a tensor: its role, the operator that took samples together, whether inputs alone make it,
+    the scale that is still to be applied where its own is a part's, and its relation to sorted rows."""
 
     role: Role
     by: Operator | None = None

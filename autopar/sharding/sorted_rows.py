@@ -39,7 +39,7 @@ EMPTY = {aten.empty_like.default, aten.zeros_like.default, aten.new_empty.defaul
 
 
 class Order(Enum):
-    """What a tensor is to rows that were sorted."""
+    """Meaning of a tensor's numbers with regard to sorted rows."""
 
     NUMBERS = "of the rows, sorted by their keys"
     PLACES = "at which the rows are"
@@ -52,8 +52,8 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SortingRelation:
-    """What a tensor has to do with the rows that the operator `by`, or an equal one, sorted. `per` numbers of
-    the order are one row's: 2 where each row has two keys."""
+    """Relation of a tensor to the rows that the operator `by`, or an equal one, sorted. `per` numbers of the
+    order belong to one row: 2 where each row has two keys."""
 
     order: Order
     by: str
@@ -67,7 +67,7 @@ class SortedRows:
     graph: Graph
 
     def sorting(self, item: Operator) -> tuple[SortingRelation | None, ...] | None:
-        """What the results of an operator are that sorts one dim, of rows; None for any other."""
+        """Relations of the results of an operator that sorts rows along their one dim; None for any other."""
         if item.target not in _SORTS or len(self.shape(item.operands[0])) != 1:
             return None
         if Instance(item, self.graph.specs)["descending"]:
@@ -77,7 +77,7 @@ class SortedRows:
         return (SortingRelation(Order.KEYS, by), numbers) if _SORTS[item.target] else (numbers,)
 
     def counted(self, item: Operator) -> SortingRelation | None:
-        """What a count of keys as they lie is, which are sorted somewhere: that of these, sorted."""
+        """Relation of a count of unsorted keys, if the keys are sorted elsewhere; None if not."""
         place = self.place_of_keys(item)
         if place is None:
             return None
@@ -95,7 +95,7 @@ class SortedRows:
         return 1 if adds and len(self.shape(item.operands[0])) == 1 else None
 
     def numbers(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
-        """What becomes of orders, keys, and counts by operators that only number or count rows."""
+        """Relation after an operator that only numbers or counts rows."""
         if self.place_of_keys(item) == 1 and not given[0] and not given[2]:
             given = given[1:2]
         first, rest = given[0], given[1:]

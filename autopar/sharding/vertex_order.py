@@ -21,8 +21,8 @@ WAYS = ("metis", "random")
 
 @dataclass(frozen=True, slots=True)
 class EdgeCut:
-    """What parts of a graph exchange: the share of edges that lead to another part; the rows of others that
-    parts read, together; the edges into the fullest part, in terms of an even share."""
+    """Exchange between parts of a graph: the share of edges that lead to another part, the number of foreign
+    rows that parts read together, and the edges into the fullest part, relative to an even share."""
 
     crossing: float
     rows: int
@@ -38,7 +38,7 @@ class VertexOrder:
     cut: EdgeCut
 
     def vertices(self, rows: Tensor) -> Tensor:
-        """What has a row for each vertex, in this order: features, labels, masks."""
+        """Rows of the vertices in this order, of features, labels or masks."""
         return rows[self.order]
 
     def edges(self, edge_index: Tensor) -> Tensor:

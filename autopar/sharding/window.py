@@ -19,7 +19,7 @@ from typing import Protocol
 
 
 class RowMap(Protocol):
-    """What halos and cuts ask of a windowed factor."""
+    """Map from output rows of a windowed factor to input rows, for halos and cuts."""
 
     @property
     def scale(self) -> Fraction:

@@ -128,7 +128,7 @@ class LinearProgram:
         return replace(self, costs=rest, ties=self.ties or small)
 
     def cost_of_ties(self, values: Iterable[float]) -> float:
-        """What ties cost in an answer, and what another answer can spare of them at most: none is below 0."""
+        """Cost of ties in an answer. No other answer can spare more of it, as none is below 0."""
         return sum(abs(tie) * value for tie, value in zip(self.ties, values, strict=False) if tie)
 
     def for_ties(self, cost: float) -> LinearProgram:
@@ -157,9 +157,9 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True)
 class SolverAnswer:
-    """What the solver said: values of the incumbent (None if there is none), its cost, a proven
-    lower bound, and why it stopped; of a relaxation also the variables' reduced costs, by which its
-    bound rises where they are 1 instead of 0. `work` is what the solver did for it; see highs.py."""
+    """Answer of the solver: values of the incumbent (None if there is none), its cost, a proven lower bound,
+    and why it stopped; of a relaxation also the variables' reduced costs, by which its bound rises where they
+    are 1 instead of 0. `work` is what the solver did for it; see highs.py."""
 
     values: tuple[float, ...] | None
     cost: float

@@ -101,7 +101,7 @@ def _packed(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def mask_seed(seed: int, number: int) -> int:
-    """What proofs draw the random masks of micro-batch `number` from, in every stage and serially."""
+    """Seed of the random masks of micro-batch `number` in proofs, in every stage and serially."""
     return seed + 1_000 * number
 
 
@@ -109,7 +109,7 @@ def mask_seed(seed: int, number: int) -> int:
 
 
 def factor_of(count: Count | None, tensors: Sequence[Tensor], find: Find | None = None) -> float:
-    """What the sum of a batch's parts is multiplied by."""
+    """Factor of the sum of a batch's parts."""
     if count is None:
         return 1.0
     total = number_of(count, tensors, find)
@@ -117,7 +117,7 @@ def factor_of(count: Count | None, tensors: Sequence[Tensor], find: Find | None 
 
 
 def number_of(count: Count, tensors: Sequence[Tensor], find: Find | None = None) -> Tensor:
-    """What the tensors of a call count to, in float64: a graph's float32 would round large counts."""
+    """The count of a call's tensors, in float64: a graph's float32 would round large counts."""
     values = {name: _wide(tensors[place].detach()) for name, place in count.inputs}
     device = next((value.device for value in values.values()), torch.device("cpu"))
     values |= {name: _wide(value.to(device)) for name, value in count.constants.items()}

@@ -422,7 +422,7 @@ def test_a_mesh_that_is_left_out_is_told_with_what_it_promises(
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=2, micro_batches=4)
     best = decide(graph_of(4), CLUSTER, request).step
-    monkeypatch.setattr(step, "MOST_PLACES", 3)
+    monkeypatch.setattr(step, "MOST_CUT_PLACES", 3)
     decision = decide(graph_of(4), CLUSTER, request)
     refined = decision.problem.refined(decision.step)
     assert decision.step.seconds > refined.seconds >= best.seconds

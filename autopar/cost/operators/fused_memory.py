@@ -21,7 +21,7 @@ from autopar.cost.operators.saved import SavedTensors
 
 
 def fused_saved(saved: SavedTensors, member: OperatorTraffic, operands: Sequence[TensorSpec]) -> SavedTensors:
-    """What backward reads of a fused operator's operands and results, and the bytes that only it saves."""
+    """Tensors that a fused operator saves: operands and results that backward reads, and bytes of its own."""
     if member.kind is TrafficKind.VIEW:
         return saved
     return replace(

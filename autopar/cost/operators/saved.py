@@ -82,7 +82,7 @@ def find_saved(
 
 
 def saved_by_call(call: Call, kind: str) -> SavedTensors:
-    """What one local call saves for backward."""
+    """Tensors that one local call saves for backward."""
     found, given = footprint(call, kind), operands_of(call)
     sizes = (
         given[alias].nbytes if alias is not None else result.nbytes if result is not None else 0

@@ -412,7 +412,7 @@ def _uncounted(item: Operator, graph: Graph, scale: Scale) -> Operator:
 
 
 def count_of(graph: Graph, call: Arguments, scale: Scale) -> Count:
-    """What the inputs of `call` count to, where the operator of `scale` says so."""
+    """The operators that count the inputs of `call` for `scale`, such as labels that a loss keeps."""
     operators = {item.name: item for item in graph.operators}
     added, result = ((), scale.count) if scale.count else _kept_labels(operators[scale.operator], graph)
     assert result is not None

@@ -82,7 +82,7 @@ class Difference:
 
 
 def difference(before: Plan, after: Plan, *, names: tuple[str, str] = ("first", "second")) -> Difference:
-    """What differs between two plans; operators are matched by their names."""
+    """The difference of two plans; operators are matched by their names."""
     known = {layer.name: layer for layer in before.layers}
     pairs = [(known[layer.name], layer) for layer in after.layers if layer.name in known]
     changed = [_changed(*pair) for pair in pairs if splits_of(pair[0]) != splits_of(pair[1])]

@@ -53,11 +53,11 @@ class Outcome:
         return self.step_seconds - base.step_seconds
 
     def least(self, base: Outcome) -> float:
-        """What the best such plan takes at least beside the base."""
+        """Least seconds by which the best such plan exceeds the base."""
         return self.bound - base.step_seconds
 
     def most(self, base: Outcome) -> float:
-        """What the plan takes at most beside the best plan in the base's place."""
+        """Most seconds by which the plan exceeds the best plan in the base's place."""
         return self.step_seconds - base.bound
 
 

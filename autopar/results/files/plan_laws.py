@@ -23,7 +23,7 @@ MOST_CHECKED_ACTIONS = 1_000_000  # of all stages: to put more of them in order 
 
 
 def broken_laws(plan: Plan) -> Iterator[str]:
-    """What doesn't hold of a plan, in the words of its file."""
+    """Laws that a plan breaks, in the words of its file."""
     yield from _numbers("result", plan)
     yield from _axes(plan)
     yield from _moments(plan)

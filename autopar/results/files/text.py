@@ -17,18 +17,18 @@ TEXT_WIDTH = 120  # columns
 
 @singledispatch
 def text_of(result: object) -> str:
-    """What `print` shows of a plan or a comparison."""
+    """The text that `print` shows of a plan or a comparison."""
     raise NotImplementedError(f"no renderer is registered for {type(result).__name__}")
 
 
 @singledispatch
 def html_of(result: object) -> str:
-    """What a notebook shows of a result: what `print` shows, if no renderer is registered."""
+    """HTML that a notebook shows of a result; its text if no renderer is registered."""
     return f"<pre>{escape(str(result))}</pre>"
 
 
 def as_text(shown: RenderableType, *, width: int = TEXT_WIDTH) -> str:
-    """What a terminal would show, as plain text."""
+    """Text as a terminal shows it, without colours."""
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

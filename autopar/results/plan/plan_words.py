@@ -39,7 +39,7 @@ NO_BOUND = 0.995  # from this gap on nothing was proved that says more than a st
 
 
 class AxisSplit(Protocol):
-    """What is split on each axis, by a factor of some kind or not at all."""
+    """An operator's split on each axis: a factor and its kind, or none."""
 
     @property
     def strategy(self) -> tuple[str | None, ...]: ...
@@ -114,7 +114,7 @@ def how_it_ended(status: str, gap: float) -> str:
 
 
 def what_gap_says(gap: float, *, staged: bool) -> str:
-    """What a plan's gap promises."""
+    """The promise that a plan's gap makes, in words."""
     if gap >= NO_BOUND:
         return "no bound was found, so how much faster a plan may be isn't known"
     covered = " (of those that a note names)" if staged else ""

@@ -204,7 +204,7 @@ def _offload(plan: Plan) -> list[str]:
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """What to do instead, if one device is as fast."""
+    """Advice to use one device, if that is as fast."""
     alone = plan.alone
     if alone is not None and alone.step_seconds is not None:
         yield (

@@ -32,7 +32,7 @@ def signed(seconds: float) -> str:
 
 
 def told_parts(difference: StepParts, *, least: float) -> list[str]:
-    """What makes the difference of two steps, in parts of more than `least` seconds, the largest first."""
+    """Parts of more than `least` seconds that explain the difference of two steps, the largest first."""
     parts = difference.as_dict()
     names = sorted((name for name in NAMES if abs(parts[name]) > least), key=lambda name: -abs(parts[name]))
     return [f"{signed(parts[name])} {NAMES[name]}" for name in names]
@@ -77,7 +77,7 @@ def parts_of(plan: Plan) -> StepParts:
 
 
 def trust_lines(plan: Plan) -> Iterator[str]:
-    """What is measured, what is estimated, and how far predictions were off."""
+    """Lines that tell measured from estimated, and how far predictions were off."""
     overlaps = plan.pipeline.is_staged or plan.parts.hidden > 0
     overlap = "" if overlaps else "; nothing is taken to overlap"
     shares = {

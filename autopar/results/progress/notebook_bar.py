@@ -92,7 +92,7 @@ class RelayedBar:
         return nullcontext()
 
     def read(self) -> tuple[int, int, str] | None:
-        """What was told last, None if nothing was."""
+        """The last progress that was written; None if none was."""
         if not self.path.exists():
             return None
         done, total, what = json.loads(self.path.read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ Cell: TypeAlias = str | Figure
 
 @dataclass(frozen=True, slots=True)
 class FigureTable:
-    """What stands behind a picture; columns of figures are flush right."""
+    """The table behind a picture; columns of figures are flush right."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]

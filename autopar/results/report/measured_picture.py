@@ -22,7 +22,7 @@ PREDICTION_TOLERANCE = 1e-6  # of a step: predictions that differ by more are of
 
 
 def measured_picture(plan: Plan, measured: MeasuredSteps) -> Picture:
-    """What steps were predicted to take, and took."""
+    """Picture of predicted and measured steps."""
     every = [value for step in measured.steps for value in (step.step_seconds, step.measured_step_seconds)]
     units = scale(every)
     return Picture(

@@ -142,7 +142,7 @@ def _cells(line: Line, axes: int) -> tuple[Cell, ...]:
 
 
 def axes_table(plan: Plan) -> FigureTable:
-    """What is done on each axis: how many operators are split how, and conversions of tensors."""
+    """Table of axes: operators by their split, and conversions of tensors."""
     moves = Counter(move.axis for path in plan.program.moves.values() for move in path)
     rows: list[tuple[Cell, ...]] = []
     for axis, size in enumerate(plan.mesh.shape):

@@ -32,8 +32,8 @@ NOTE = 4 * LONGEST_NAME
 
 @dataclass(frozen=True, slots=True)
 class PageSupplements:
-    """What a page shows beside its plan: the step over time (`autopar.timeline`), the frontier of seconds and
-    bytes, and steps that were measured; each as far as it is known."""
+    """Sections of a page beside its plan: the step over time (`autopar.timeline`), the frontier of seconds
+    and bytes, and steps that were measured; each as far as it is known."""
 
     timeline: Timeline | None = None
     frontier: Frontier | None = None

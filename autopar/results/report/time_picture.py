@@ -152,7 +152,7 @@ def _phases(plan: Plan) -> FigureTable:
 
 
 def memory_picture(plan: Plan, timeline: Timeline) -> Picture:
-    """What each rank holds over time."""
+    """Picture of the bytes on each rank over time."""
     most = timeline.peak.nbytes or 1
     bars = tuple(_held(rank, plan, timeline, most) for rank in range(timeline.schedule.ranks))
     whose = "a device of each rank holds" if plan.pipeline.is_staged else "each device holds"

@@ -73,9 +73,10 @@ def _instead(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What a model calls the tensors of the parallel modules in it, or of the one that it is in.
+    """Names that a model gives to tensors of the parallel modules in it, or of the one around it.
 
-    `prefixes` are, for each tree, what the model's names have more at their beginning, and what less.
+    `prefixes` are, for each tree, the prefix that the model's names have in addition, and the one that they
+    lack.
     """
 
     prefixes: Mapping[int, tuple[str, str]]
@@ -301,7 +302,7 @@ class _Nested:
         self.names = {*self._groups}
 
     def state(self, name: str) -> Mapping[str, Any] | None:
-        """What is kept for a parameter."""
+        """Optimizer state of a parameter."""
         values: Mapping[str, Any] | None = self._state.get(name)
         return values
 
@@ -326,7 +327,7 @@ class _FlatState:
         }
 
     def state(self, name: str) -> Mapping[str, Any] | None:
-        """What is kept for a parameter; nested where names of values have dots."""
+        """Optimizer state of a parameter, nested where names of values have dots."""
         prefix = f"state.{name}"
         values: dict[str, Any] = {}
         for key in self._by_prefix.get(prefix, ()):

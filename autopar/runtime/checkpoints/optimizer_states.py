@@ -128,7 +128,7 @@ class Slots:
 
 
 def subject_of(slot: ParameterSlot, state: str, *, beside_apart: bool) -> Subject | None:
-    """What a value of the optimizer's state is kept for; None for a parameter that is no tree's."""
+    """The subject of a value of the optimizer's state; None for a parameter of no tree."""
     if slot.owner is None or not isinstance(slot.parameter, DTensor):
         return None
     return Subject(slot.parameter, slot.owner.stored, slot.owner.name, state, beside_apart)

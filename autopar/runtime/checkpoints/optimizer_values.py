@@ -22,7 +22,7 @@ from autopar.runtime.tree.stored import Stored, check_mesh
 
 
 class Subject(NamedTuple):
-    """What a value is kept for: a parameter, how that is stored, and both their names.
+    """Subject of a state's value: a parameter, its storage, and both their names.
 
     `beside_apart` says that some parameter of the optimizer isn't stored in serial order: values of other
     shapes may be made of several.

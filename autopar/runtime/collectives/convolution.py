@@ -122,10 +122,10 @@ class Edge:
 
 @cache
 def edge(strip: Rows, length: int, along: Along) -> Edge | None:
-    """What the rows of a strip add to the outputs [0, length); None if nothing.
+    """The share of a strip's rows in the outputs [0, length); None if it has none.
 
-    `rows` may be more or fewer than the strip's, and a transposed convolution's `outputs` reach
-    outside: the caller pads and cuts.
+    `rows` may be more or fewer than the strip's, and a transposed convolution's `outputs` reach outside: the
+    caller pads and cuts.
     """
     hits = [
         (row, tap, output)

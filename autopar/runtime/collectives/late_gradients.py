@@ -49,7 +49,8 @@ def promise(like: Tensor, make: Callable[[], Tensor]) -> Tensor:
 
 
 def kept(gradient: Tensor) -> Tensor:
-    """What was promised; raises CheckError for another tensor, whose values may be anything."""
+    """The late gradient that was promised; raises CheckError for another tensor, whose values may be
+    anything."""
     make: Callable[[], Tensor] | None = getattr(gradient, _KEEPS, None)
     if make is None:
         raise CheckError(

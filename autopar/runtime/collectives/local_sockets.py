@@ -139,11 +139,11 @@ class SocketTransfer:
         )
 
     def send(self, peer: int) -> None:
-        """What the stream takes now."""
+        """Send as much as the socket takes now."""
         self._go_on(peer, self.leaving, self.wires.sockets[peer].send)
 
     def receive(self, peer: int) -> None:
-        """What has come."""
+        """Receive the bytes that have come."""
         self._go_on(peer, self.arriving, self.wires.sockets[peer].recv_into)
 
     def _go_on(

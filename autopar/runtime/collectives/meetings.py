@@ -78,7 +78,7 @@ class Meetings:
         return bool(largest == -negative)
 
     def everybody(self, mine: object) -> list[Any]:
-        """What each rank says, rank 0 first; collective."""
+        """The objects of all ranks, rank 0 first; a collective."""
         if self.wires is None:
             told: list[Any] = [None] * self.group.size()
             dist.all_gather_object(told, mine, group=self.group)

@@ -100,7 +100,7 @@ class RollCall:
             self.leave()
 
     def compare(self, parts: Sequence[StatementPart]) -> list[Statement] | None:
-        """What all ranks say where they differ in a part, None where they don't; collective.
+        """Statements of all ranks if they differ in a part, None if all agree; a collective.
 
         Raises InputError on every rank if some make another call.
         """
@@ -295,7 +295,7 @@ def compare(parts: Sequence[StatementPart]) -> list[Statement] | None:
 
 
 def everybody(mine: T) -> list[T]:
-    """What each rank says, rank 0 first; collective."""
+    """The objects of all ranks, rank 0 first; a collective."""
     roll_call = _roll_call()
     return [mine] if roll_call is None else roll_call._meetings.everybody(mine)
 

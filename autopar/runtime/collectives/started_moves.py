@@ -48,7 +48,7 @@ def begin(handle: Tensor, finish: Callable[[], Tensor]) -> Tensor:
 
 
 def end(handle: Tensor) -> Tensor:
-    """What was begun under the handle; raises CheckError the second time."""
+    """Wait for the exchange under a handle, and return its result; raises CheckError the second time."""
     finish = _under_way.pop(handle.untyped_storage()._cdata, None)
     if finish is None:
         raise CheckError(

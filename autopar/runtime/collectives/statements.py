@@ -94,7 +94,7 @@ def _said(part: StatementPart) -> Said:
 
 
 def other_call(statements: Sequence[Statement], rank: int) -> InputError | None:
-    """What this rank raises where calls differ, and None where all make the same one."""
+    """The error of this rank if ranks make different calls; None if all make the same one."""
     pair = _odd([(each.number, each.call.name) for each in statements])
     if pair is None:
         return None
@@ -105,7 +105,7 @@ def other_call(statements: Sequence[Statement], rank: int) -> InputError | None:
 
 
 def made_another(call: CollectiveCall, rank: int, other: int, instead: CollectiveCall) -> InputError:
-    """What a rank raises in a call in whose place another one makes another."""
+    """The error of a rank in `call` when rank `other` makes another call instead."""
     is_pair = any(each.name.startswith(BACKWARD) for each in (call, instead))
     return InputError(
         where=f"{call.name} on rank {rank} ({call.place})",
@@ -116,7 +116,7 @@ def made_another(call: CollectiveCall, rank: int, other: int, instead: Collectiv
 
 
 def unlike(statements: Sequence[Statement], where: str) -> InputError:
-    """What all ranks raise where parts of some differ from those of most."""
+    """The error that all ranks raise where parts of some differ from those of most."""
     name, remedy, places = _difference(statements)
     return InputError(where=where, found=f"{name} {places}", wanted="the same on all ranks", remedy=remedy)
 

@@ -38,7 +38,7 @@ def _compiled(text: str, count: int) -> Callable[..., Any]:
 
 
 def function(text: str, count: int) -> Callable[..., Any]:
-    """What the text says, as a function of so many operands."""
+    """Compile the text of a group into a function of `count` operands."""
     names = ", ".join(f"a{place}" for place in range(count))
     body = "\n    ".join(text.splitlines())
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}

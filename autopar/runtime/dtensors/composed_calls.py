@@ -88,9 +88,10 @@ def _refuse_overlap(name: str, parts: Sequence[DTensor]) -> None:
 
 
 def computed_wholly(function: Callable[..., Any], args: Any, kwargs: Any, cause: RuntimeError) -> Any:
-    """What a function that torch can't compose of DTensors gives of whole tensors; collective.
+    """Result of a function that torch can't compose of DTensors, on whole tensors; a collective.
 
-    Raises InputError where that would have a gradient, or writes, and `cause` if it says anything else.
+    Raises InputError where the result would have a gradient, or the function writes, and `cause` if it says
+    anything else.
     """
     if _MIXED not in str(cause):
         raise cause

@@ -95,7 +95,7 @@ def write_at(owner: DTensor, index: Any, value: Any) -> None:
 def write_wholly(
     function: Callable[..., Any], owner: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
-    """What an in-place function does to the whole tensor, of which each rank keeps its part; collective."""
+    """Run an in-place function on the whole tensor, and keep each rank's part; a collective."""
     with collective("a write to a part of a parameter or gradient"):
         whole = whole_values(owner, copied=True)
     function(whole, *args, **kwargs)

@@ -132,7 +132,7 @@ class StageModule(nn.Module):
         return results[0] if self.executable.outputs else results
 
     def run(self, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
-        """What the program makes of micro-batch `number`: what it sends on, or the outputs."""
+        """Results of the program for micro-batch `number`: values to send on, or the outputs."""
         program = self._program(number)
         executable = program.executable
         values = dict(self._values) | program.constants
@@ -157,11 +157,11 @@ class StageModule(nn.Module):
             yield
 
     def received(self, number: int) -> tuple[TensorSpec, ...]:
-        """What the stage receives of micro-batch `number`."""
+        """Specs of tensors that the stage receives of micro-batch `number`."""
         return self._program(number).executable.received
 
     def sent(self, number: int) -> tuple[TensorSpec, ...]:
-        """What the stage sends on of micro-batch `number`."""
+        """Specs of tensors that the stage sends on of micro-batch `number`."""
         return self._program(number).executable.sent
 
     def _program(self, number: int) -> _Program:

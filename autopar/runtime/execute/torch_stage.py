@@ -61,9 +61,9 @@ def schedule_of(
 
 
 class Sends:
-    """What a rank has sent and may be on its way, until what comes back proves that it has arrived.
+    """Messages that a rank has sent and that may be on their way, until a reply proves that they arrived.
 
-    Torch's schedules of several stages wait for all that was sent when the step ends, and it all lies in
+    Torch's schedules of several stages wait for all sends when the step ends, and keep their tensors in
     memory until then.
     """
 

@@ -52,7 +52,7 @@ TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits f
 
 
 class SamplerOptions(TypedDict, total=False):
-    """What `sampler` takes beside the dataset."""
+    """Options that `sampler` takes beside the dataset."""
 
     seed: int
     shuffle: bool

@@ -38,7 +38,7 @@ _CHECKS = "_unscale_grads_"  # a method of torch's scaler: it says which gradien
 
 
 def factor_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor | None:
-    """What the scaler multiplies losses by; None if it is not enabled."""
+    """The factor of losses; None if the scaler is not enabled."""
     return scaler.scale(torch.ones((), device=device)) if scaler.is_enabled() else None
 
 

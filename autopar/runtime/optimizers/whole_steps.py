@@ -36,7 +36,7 @@ _FUSED_PARTS = {"Adagrad"}  # whose kernel DTensor doesn't know
 
 
 class TreeOwner(Protocol):
-    """What owns parameters."""
+    """An owner of parameters, with its tree."""
 
     tree: UserTree
 

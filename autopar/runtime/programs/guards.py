@@ -60,7 +60,7 @@ class NumberSlot:
     key: Any
 
     def read(self) -> Any:
-        """What is there."""
+        """The number in the slot."""
         return self.place.cell_contents if self.key is _CELL else self.place[self.key]
 
     def write(self, value: Any) -> None:
@@ -166,7 +166,7 @@ class Guard:
         return changed
 
     def places(self) -> list[tuple[str, NumberSlot]]:
-        """What is read and can be replaced, by name."""
+        """Numbers that were read and can be replaced, by name."""
         pairs = zip(self._names, self._slots, strict=True)
         return [(name, slot) for name, slot in pairs if slot is not None]
 

@@ -138,7 +138,8 @@ class LocalInputs:
         return replace(known.call, tensors=tuple(whole))
 
     def structure(self, call: Arguments) -> Iterator[tuple[str, bytes]]:
-        """What ranks must pass alike of this rank's part of a call: a name and a digest for each."""
+        """Structure of this rank's part of a call that ranks must pass alike: a name and a digest for each
+        input."""
         known = self._known.get((self._rank, call.key))
         for place in sorted(known.structure) if known else ():
             assert known is not None

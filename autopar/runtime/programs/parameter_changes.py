@@ -54,7 +54,7 @@ class ParameterChanges:
         at_steps(register_optimizer_step_post_hook, self, after)
 
     def parts(self) -> Iterator[StatementPart]:
-        """What has been done since ranks compared it last; a new count begins."""
+        """Changes of parameters since ranks compared last; a new count begins."""
         yield StatementPart(
             "the count of optimizer steps since the last call", _STEPS, str(self._steps).encode()
         )

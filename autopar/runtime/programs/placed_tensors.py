@@ -241,7 +241,8 @@ class PlacedTensors:
             )
 
     def pinned(self, users: Mapping[str, Layout]) -> PinnedLayouts | None:
-        """What later programs must keep to, with the layouts of `users`, the user's inputs."""
+        """Constraints on later programs, with the layouts of `users`, the user's inputs; None before any
+        program."""
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._parts.items()}
@@ -278,7 +279,7 @@ class PlacedTensors:
 
     @property
     def states_of_stages(self) -> tuple[tuple[str, State], ...] | None:
-        """What the ranks of all stages hold, as they were told last; None without stages."""
+        """States of all stages' ranks, as they were told last; None without stages."""
         return tuple(self._held.states.items()) if self._held else None
 
     def whole_states(self) -> Mapping[str, State]:

@@ -63,7 +63,7 @@ class StructureGuard:
         }
 
     def change(self, tensors: Sequence[Tensor]) -> str | None:
-        """What has other values, None if nothing has."""
+        """The name of an input or buffer whose values have changed; None if none has."""
         for place, seen in self._users.items():
             if not seen.is_still(tensors[place]):
                 return self._names[place]

@@ -122,7 +122,7 @@ class PackedTensor:
 
 @dataclass(slots=True)
 class Offloading:
-    """What one forward pass saves, and its backward reads."""
+    """Saved storages of one forward pass, which its backward reads."""
 
     known: WeakValueDictionary[int, _SavedStorage] = field(default_factory=WeakValueDictionary)  # by address
     offloaded: list[_SavedStorage] = field(default_factory=list)  # kept alive until forward ends
@@ -133,7 +133,7 @@ class Offloading:
     begun: bool = False  # backward
 
     def pack(self, tensor: Tensor) -> Tensor | PackedTensor:
-        """What autograd keeps in place of a tensor that it saves."""
+        """Pack a tensor that autograd saves: its storage may go to the host."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         saved = self.saved_storage(tensor)

@@ -105,7 +105,7 @@ class _Once:
         self._random = torch.get_rng_state(), *get_device_states(*arguments)
 
     def forward(self, *arguments: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What `body` makes of them."""
+        """Results of `body`, with hooks on the tensors that it saves."""
         with saved_tensors_hooks(self._pack, self._unpack), self._first:
             return self._body(*arguments)
 

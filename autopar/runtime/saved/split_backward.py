@@ -52,7 +52,7 @@ class Between:
             self._graph = self._node = None
 
     def open(self, box: Box[T]) -> T:
-        """What the box holds, for the part of autograd's graph that runs."""
+        """The content of the box, for the part of autograd's graph that runs."""
         if self._graph is not None:
             node = torch._C._current_autograd_node()
             if node is not self._node:

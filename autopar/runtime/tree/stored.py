@@ -63,7 +63,7 @@ class SerialOrder:
 
 
 def chunk_of(part: InputPart, mesh: DeviceMesh) -> InputPart:
-    """What a DTensor laid like `part` holds of the serial tensor by torch's reading."""
+    """The chunk that a DTensor laid like `part` holds of the serial tensor, as torch computes it."""
     shape = part.spec.shape
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements_of(part.layout))
     rows = tuple(((start, start + size),) for start, size in zip(offsets, sizes, strict=True))

@@ -24,7 +24,7 @@ MULTIPLIER_TOLERANCE = 1e-6  # multipliers that differ by less are the same
 
 @dataclass(frozen=True, slots=True)
 class LagrangianLine:
-    """What an assignment costs under each multiplier."""
+    """Seconds of an assignment as a line over the multiplier."""
 
     base: float
     excess: float

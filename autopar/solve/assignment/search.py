@@ -335,7 +335,7 @@ class _PlacementSearch:
         return None
 
     def bound(self, free: Problem) -> float:
-        """What all plans take at least, by a relaxation; nothing is known if it can't be solved."""
+        """Lower bound on the seconds of all plans, by a relaxation; -inf if it can't be solved."""
         try:
             return solve(free.lp, relaxed=True, time_limit=self.left()).bound
         except SolverError:

@@ -164,8 +164,7 @@ def choose_named(
 
 
 def unlike(graph: Graph, space: Space, folding: Folding) -> tuple[Space, Folding] | None:
-    """What there is to choose in a graph of many operators of which few are equal, each by itself; None for
-    others."""
+    """The unfolded space of a graph of many operators of which few are equal; None for other graphs."""
     classes, count = len(space.strategies), len(graph.operators)
     if folding.count == 1:
         return (space, folding) if count >= LEAST_ELIMINATED_OPERATORS else None

@@ -27,7 +27,7 @@ class DirectWays:
     variables: Numbers
 
     def seconds(self, network: Network) -> Seconds:
-        """What each way costs in `network`, in the order of `variables`; inf where there is none."""
+        """Seconds of each way in `network`, in the order of `variables`; inf where there is none."""
         return ways(network, self.starts, self.ends, self.allowed)
 
 

@@ -85,7 +85,7 @@ def _runs(graph: Graph, signs: tuple[int, ...], first: int, stop: int) -> list[B
 
 
 def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
-    """What the operator is pinned to, by its own name or its layer's."""
+    """Factors to which the operator is pinned, by its own name or its layer's."""
     pin = pins.get(operation.name, pins.get(operation.module))
     return None if pin is None else tuple(pin)
 

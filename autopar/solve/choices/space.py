@@ -30,8 +30,8 @@ from autopar.solve.choices.shard_state import most_sharded, ways
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs, and
-    when weights in shards may be gathered: never if there is nothing to choose."""
+    """Choices of the solver: strategies of operator classes, layouts of inputs and outputs, and when weights
+    in shards may be gathered: never if there is nothing to choose."""
 
     strategies: Mapping[str, Sequence[Strategy]]
     inputs: Mapping[str, Sequence[Layout]]

@@ -33,7 +33,7 @@ INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a program is made of: the strategy of each operator class; how each class of inputs that has a
+    """Choices that make a program: the strategy of each operator class; how each class of inputs that has a
     choice is stored, and gathered; the layouts of outputs; how cast weights are gathered. Conversions follow
     from these."""
 
@@ -74,7 +74,7 @@ def read(problem: Problem, answer: SolverAnswer) -> Program:
 
 
 def choices_of(problem: Problem, program: Program) -> Choices:
-    """What `program`, a plan of this problem, is made of."""
+    """The choices of `program`, a plan of this problem."""
     stored = {}
     for name, choices in problem.inputs.items():
         layout = program.inputs[name]

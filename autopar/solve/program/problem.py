@@ -541,7 +541,7 @@ class Problem:
     # -- moves ----------------------------------------------------------------------------------------
 
     def move_seconds(self, name: str, move: Move, *, leads: bool) -> float:
-        """What a move costs in the program."""
+        """Seconds of a move in the program."""
         if not self.wiring.is_parameter(name):
             return self.prices.move(name, move)
         return self.prices.weight_move(name, move, leads=leads)

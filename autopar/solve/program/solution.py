@@ -33,7 +33,7 @@ class Solution:
 
     @property
     def peak(self) -> Peak:
-        """What is held in memory, replayed when it is asked for."""
+        """Memory of the plan, replayed when it is asked for."""
         return self.held.peak
 
     @property

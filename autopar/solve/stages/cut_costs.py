@@ -154,7 +154,7 @@ class CutProblem:
         return busy
 
     def holds_of(self, level: Intervals) -> Holds:
-        """What every stage holds at one level."""
+        """Bytes that every stage holds at one level."""
         halves = level.halves
         saved = self.with_output(level.saved)
         return Holds(saved, halves.held, level.working, level.early, halves.working, halves.early)
@@ -285,7 +285,7 @@ class CutProblem:
         return np.triu(table.state + batch + schedule.micro_batches * unproved[None, :], 1)
 
     def with_output(self, saved: Table) -> Table:
-        """What a micro-batch in flight keeps, with what it sent."""
+        """Bytes that a micro-batch in flight keeps, the output that it sent included."""
         return np.triu(saved + self.table.received[None, :], 1)
 
     def is_sent_late(self, stage: int) -> bool:
@@ -318,7 +318,7 @@ class CutProblem:
         return np.triu(self.always_there(stage, table) + peak, 1)
 
     def beside(self, table: Intervals, holds: Holds) -> tuple[Table, Table, Table, Table]:
-        """What is needed in the moments of `Flights` beside what is kept and the state."""
+        """Bytes in each moment of `Flights` beside saved tensors and the state."""
         missing = table.gradients
         return holds.early - missing, holds.half_early - missing, holds.working, holds.half
 

@@ -53,7 +53,7 @@ class MixTables:
         return MixTables(lean, np.where(gains, rich, lean), np.where(gains, _at(share, rich), 0.0))
 
     def of(self, tables: NDArray[np.float64]) -> Table:
-        """What lies between the two levels of `tables` [level, p, q]."""
+        """Interpolation between the two levels of `tables` [level, p, q]."""
         lean = _at(tables, self.lean)
         return lean + self.share * (_at(tables, self.rich) - lean)
 
@@ -75,7 +75,7 @@ class LevelTables:
         return LevelTables(first, _differing(levels), _differing([level.halves for level in levels]))
 
     def mixed(self, mixes: MixTables) -> Intervals:
-        """What lies between the levels."""
+        """Intervals interpolated between the levels."""
         halves = {name: mixes.of(tables) for name, tables in self.halves.items()}
         tables: dict[str, Any] = {name: mixes.of(tables) for name, tables in self.tables.items()}
         return replace(self.first, halves=replace(self.first.halves, **halves), **tables)

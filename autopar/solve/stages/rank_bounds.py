@@ -64,9 +64,9 @@ KNOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Scarcity:
-    """What makes stages dearer under a `cap` of bytes per device: `least` are seconds of a micro-batch and
-    priced bytes that no assignment takes less than, `free` where bytes cost nothing; `prices` of a byte, in
-    seconds of a step, are those that are tried."""
+    """Lower bounds on stages' seconds under a `cap` of bytes per device: `least` are seconds of a micro-batch
+    and priced bytes that no assignment takes less than, `free` where bytes cost nothing; `prices` of a byte,
+    in seconds of a step, are those that are tried."""
 
     cap: float
     free: float

@@ -78,7 +78,7 @@ class Step:
 
 
 def step_weight(ranks: int, micro_batches: int) -> float:
-    """What a second that is spent once a step counts against one of every micro-batch.
+    """Weight of a second that is spent once a step, against one of every micro-batch.
 
     A balanced pipeline takes about t (M + K - 1)/K + E/K, with t and E sums over all its stages.
     """

@@ -64,7 +64,7 @@ UNPRICED = RowPrices()
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What choices take, and the bytes of both rows."""
+    """Seconds of choices, and the bytes of both rows."""
 
     seconds: float
     held: float
@@ -347,9 +347,10 @@ class MemoryTables(ChoiceTables):
         return self.tables_at(costs, price, recomputes=recomputes, converted=True)
 
     def price_of(self, prices: RowPrices) -> MemoryPrice:
-        """What a byte that is held when backward begins costs, of a weight's copy and of what is saved.
+        """Price of a byte that is held when backward begins, of a weight's copy and of saved tensors.
 
-        Where gradients don't accumulate that of the weight comes later, and counts as much less."""
+        Where gradients don't accumulate that of the weight comes later, and counts as much less.
+        """
         return MemoryPrice(prices.held if self.prices.accumulates else 0.0, prices.held)
 
     def tables_at(
@@ -367,7 +368,7 @@ class MemoryTables(ChoiceTables):
             yield self._sparing(number, joint, table, price, converted=converted) if recomputes else table
 
     def priced_costs(self, prices: RowPrices) -> Seconds:
-        """What each variable costs, its bytes among that."""
+        """Cost of each variable, its bytes included."""
         return self.costs + prices.held * self.held_bytes + prices.rests * self.resting_bytes
 
     def costs_at(self, price: MemoryPrice) -> Seconds:
@@ -375,7 +376,7 @@ class MemoryTables(ChoiceTables):
         return self.costs + price.state * self.lasting_bytes + price.saved * self.saved_bytes
 
     def held_at(self, number: int, price: MemoryPrice) -> Seconds:
-        """What the bytes of a tensor cost [made or kept, use, ...]."""
+        """Cost of a tensor's bytes, as a table [made or kept, use, ...]."""
         copies = self.copies[number]
         saved: Seconds = price.saved * self.nbytes[number]
         return saved if copies is None else saved + price.state * copies
@@ -426,7 +427,7 @@ class MemoryTables(ChoiceTables):
         return Chosen(taken, kept)
 
     def totals(self, chosen: Chosen) -> Totals:
-        """What choices cost, and hold."""
+        """Seconds and bytes of choices."""
         costs, taken = self.costs, chosen.taken
         own = [variables[each] for variables, each in zip(self.choices, taken, strict=True)]
         seconds, held, rests = costs[own].sum(), self.held_bytes[own].sum(), 0.0

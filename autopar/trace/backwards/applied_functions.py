@@ -38,7 +38,7 @@ def calling(instead: Instead) -> Iterator[None]:
 
 
 def plainly(function: Any, *args: Any) -> Any:
-    """What torch's own `apply` gives."""
+    """The result of torch's own `apply`."""
     return super(_Single, function).apply(*args)
 
 

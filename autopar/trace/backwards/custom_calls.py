@@ -66,7 +66,7 @@ class FunctionCall:
         return repr((self.title, [_code(item) for item in methods], [_word(item) for item in self.leaves]))
 
     def call(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> Any:
-        """What the user gets: torch's own context, the user's backward."""
+        """The user's result: torch's own context, the user's backward."""
         return self.function.apply(*self.arguments(operands, numbers))
 
     def run(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ class FunctionCall:
         return tensors_of(self.plainly(operands, numbers))
 
     def plainly(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> Any:
-        """What its forward returns, as if it were no Function."""
+        """The result of forward as plain operators, as if the Function had no backward of its own."""
         args = self.arguments(operands, numbers)
         if self.function.setup_context != _Single.setup_context:
             return self.function.forward(*args)
@@ -172,7 +172,7 @@ class _Context:
 
 
 def tensors_of(results: Any) -> tuple[Tensor, ...]:
-    """What a Function returned, without None; raises NotTensorsError for anything else."""
+    """Tensors among a Function's results; raises NotTensorsError for anything but tensors and None."""
     items = results if isinstance(results, tuple) else (results,)
     wrong = [item for item in items if item is not None and not isinstance(item, Tensor)]
     if wrong or all(item is None for item in items):

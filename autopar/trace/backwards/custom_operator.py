@@ -79,7 +79,7 @@ def call_at(place: int) -> CustomCall:
 
 
 def title_of(target: Any, args: Sequence[Any]) -> str:
-    """What a plan calls an operator: the user's own word for it where there is one."""
+    """An operator's name in plans: the user's own word where there is one."""
     return f"{args[1]} ({target})" if target is CUSTOM else str(target)
 
 

@@ -50,7 +50,7 @@ class WrittenOperandError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Behavior:
-    """What a first run shows of a call.
+    """Behaviour of a call, observed in a first run.
 
     `operands` are those on which the call can be tried, None where it runs on these very shapes only.
     """

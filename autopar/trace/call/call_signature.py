@@ -217,9 +217,10 @@ def _parts(value: Any) -> list[Any]:
 
 
 def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
-    """What an argument without tensors says, equal for equal ones.
+    """A hashable value of an argument without tensors, equal for equal ones.
 
-    That is its fields at any depth, of functions the code and what they close over, of others the object.
+    It holds the argument's fields at any depth, of functions the code and what they close over, of others the
+    object.
     """
     if id(value) in above:
         return "again"

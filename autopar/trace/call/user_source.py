@@ -97,7 +97,7 @@ def shown_line(file: str, number: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its type where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

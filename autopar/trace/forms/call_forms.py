@@ -104,7 +104,7 @@ def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def arguments_of(item: Operator) -> dict[str, Any]:
-    """What an operator is called with, by name."""
+    """Arguments of an operator, by name."""
     names = (argument.name for argument in item.target._schema.arguments)
     return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
 

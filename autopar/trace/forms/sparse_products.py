@@ -97,7 +97,7 @@ def product_call(
     find: Callable[[Any], Entries | None],
     multiply: Multiply,
 ) -> Tensor | None:
-    """What a call gives that multiplies one of the matrices which `find` knows; None for any other call."""
+    """Result of a call that multiplies a matrix which `find` knows; None for any other call."""
     if name in _LEFT and len(args) == 2 and not kwargs:
         return _times(args[0], args[1], find, multiply)
     if name in _ADDED and len(args) == 3 and kwargs.keys() <= {"beta", "alpha"}:

@@ -73,7 +73,7 @@ class UncastError(Exception):
 
 
 class Casting:
-    """What autocast does to operators on one kind of device; equal calls are tried once."""
+    """Casts that autocast makes around operators on one kind of device; equal calls are tried once."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -52,7 +52,7 @@ def beside(tensor: Tensor, devices: Sequence[torch.device]) -> Tensor:
 
 
 def on_one_device(run: Callable[[], Result], devices: Sequence[torch.device]) -> Result:
-    """What `run`, a trace on `devices`, gives; run again as on a CPU if meta tensors meet those of CPUs."""
+    """Result of `run`, a trace on `devices`; it runs again as on a CPU if meta tensors meet those of CPUs."""
     try:
         return run()
     except FakeTensorDeviceMismatchError:

@@ -41,7 +41,7 @@ class DrawnDecisions:
                 self._answers[id(result)] = answer
 
     def answer(self, function: Any, args: tuple[Any, ...]) -> bool | None:
-        """What a branch on a draw takes, whatever is drawn."""
+        """The answer that a branch on a draw always gets; None if it has no known answer."""
         return self._answers.get(id(args[0])) if function is Tensor.__bool__ else None
 
     def is_asked(self, function: Any, args: tuple[Any, ...]) -> bool:

@@ -49,7 +49,7 @@ class _Check:
 
 
 class FiniteChecks:
-    """What a forward has asked about values that aren't finite, and the clamp that it owes for the answer."""
+    """Questions of a forward about values that aren't finite, and the clamp that it owes for the answer."""
 
     def __init__(self, refuse: Callable[[], Exception]) -> None:
         self.refuse = refuse

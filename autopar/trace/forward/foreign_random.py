@@ -46,8 +46,8 @@ class _Generator:
 
 
 def without_draws(run: Callable[[], Result]) -> Result:
-    """What `run`, a trace, returns; raises TraceError with the line that draws or seeds in a way that no
-    program can repeat."""
+    """Result of `run`, a trace. Raises TraceError with the line that draws or seeds in a way that no program
+    can repeat."""
     generators = _living()
     states = [generator.read() for generator in generators]
     with _entropy() as asked, _unusual_torch_seed():

@@ -37,7 +37,7 @@ class _Dim:
 def windows(
     x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor | None:
-    """What `x.as_strided(size, stride, offset)` gives, by operators on elements; None if there are none."""
+    """`x.as_strided(size, stride, offset)` by operators on elements; None if none give it."""
     strides = x.stride()
     if any(isinstance(each, torch.SymInt) for each in (*size, *stride, *x.shape, *strides)):
         return None

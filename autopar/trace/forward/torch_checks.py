@@ -45,7 +45,8 @@ _DATA: Any = Tensor.data  # the attribute of every tensor
 
 
 class ForwardError(RuntimeError):
-    """What a forward does that a program can't: `found`, and the `remedy`; whether it `asks` for values."""
+    """A call that forward makes and a program can't: `found`, and the `remedy`; whether it `asks` for
+    values."""
 
     def __init__(self, found: str, wanted: str, remedy: str, *, asks: bool = False) -> None:
         super().__init__(found)
@@ -261,7 +262,8 @@ class _Rewriting(TorchFunctionMode):
         return result
 
     def passed(self, function: Any, args: tuple[Any, ...]) -> bool | None:
-        """What lets a check of values go on that raises otherwise; None if the call is none."""
+        """The answer that lets a check of values pass which raises otherwise; None if the call is no such
+        check."""
         if function is not Tensor.__bool__ or not isinstance(args[0], FakeTensor):
             return None
         if args[0].constant is not None:
@@ -273,7 +275,7 @@ class _Rewriting(TorchFunctionMode):
         return answer
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function` gives, or what is written in its place."""
+        """Result of `function`, or of the code that replaces it."""
         _refuse(function, args, kwargs)
         if function == _DATA.__get__:
             return args[0].detach()

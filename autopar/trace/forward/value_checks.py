@@ -31,7 +31,7 @@ _RETURNS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "
 
 
 def passing_answer(frame: FrameType | None) -> bool | None:
-    """What lets the code go on that asks a tensor for its truth; None if no answer to it raises."""
+    """The truth value of a tensor with which the asking code goes on; None if no answer makes it raise."""
     frames = list(_users(frame))
     if not frames:
         return None

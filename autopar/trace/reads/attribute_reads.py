@@ -102,7 +102,7 @@ class Reads:
             self._watched.clear()
 
     def by_name(self) -> Reachable:
-        """What the code that ran can look up by name."""
+        """Objects that the code that ran can look up by name."""
         named = Reachable(ran=self._ran)
         named.see(*self.roots)
         return named
@@ -186,7 +186,7 @@ _current: ContextVar[Reads | None] = ContextVar("reads of the forward that is tr
 
 @contextmanager
 def recording() -> Iterator[Reads]:
-    """What all traces within read."""
+    """Within, a record of all that traces read."""
     reads = Reads()
     token = _current.set(reads)
     try:

@@ -76,11 +76,11 @@ class Numbers:
             raise NotFreeError(self.escaped)
 
     def formula(self, literal: object) -> Formula | None:
-        """What a literal of the graph is of the numbers, None if it is nothing."""
+        """The formula of a graph's literal in the free numbers; None if it doesn't depend on them."""
         return self.uses.get(literal) if isinstance(literal, (float, int)) else None
 
     def as_before(self, literal: object) -> Any:
-        """What a literal is, in its own type, where numbers are what they were before."""
+        """A literal's value, in its own type, with the numbers as they were before."""
         formula = None if isinstance(literal, bool) else self.formula(literal)
         try:
             return literal if formula is None else type(literal)(formula(self.before))  # type: ignore[call-arg]
@@ -290,7 +290,7 @@ def is_float(value: object) -> bool:
 
 
 def marked(values: Sequence[Any]) -> list[float]:
-    """What torch is given in the place of floats."""
+    """Marked floats that torch receives in place of `values`."""
     return [float(Number.__torch_function__(_given, (), (value,))) for value in values]
 
 

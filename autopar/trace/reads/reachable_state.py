@@ -92,7 +92,7 @@ class Namespace:
             del self.table[name]
 
     def found(self) -> list[Any]:
-        """What it has under names that weren't looked up yet."""
+        """Values under names that weren't looked up yet."""
         new = list(islice(self.names, self.looked_up, None))
         self.looked_up = len(self.names)
         if len(self.table) < len(new):
@@ -103,7 +103,7 @@ class Namespace:
 
 
 class Reachable:
-    """What code can reach from what is seen.
+    """Objects that code can reach from those that are seen.
 
     With the code that `ran`, every name in it is looked up in every holder: what a guard must know. Without,
     before anything runs, names are looked up in those modules and classes alone that the function names, too:
@@ -377,7 +377,7 @@ def members(value: Any) -> Iterator[Any]:
 
 
 def filled_cells(function: types.FunctionType) -> list[types.CellType]:
-    """What the function closes over, as far as it is there yet."""
+    """Cells of the function's closure that are filled already."""
     cells = []
     for cell in function.__closure__ or ():
         try:

@@ -116,7 +116,7 @@ class _EdgeOperators:
         return [swap(front, rows.name), run, last]
 
     def swapped(self, name: str, dim: int) -> TensorSpec:
-        """What a tensor is like with a dim in the place of its first."""
+        """A tensor's spec with dim `dim` and the first one swapped."""
         shape = list(self.specs[name].shape)
         shape[0], shape[dim] = shape[dim], shape[0]
         return replace(self.specs[name], shape=tuple(shape))

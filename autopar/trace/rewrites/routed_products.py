@@ -132,7 +132,7 @@ class _Unsorting:
         return Instance(item, self.specs).arguments.get("out_dtype") is None
 
     def row_by_row(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
-        """What an operator makes of rows of one order, each by itself and by what is the same for all."""
+        """Relation after an operator on single rows of one order, beside operands that are equal for all rows."""
         sorts = {mark.by for mark in given if mark}
         if len(sorts) > 1 or any(mark.order is not Order.ROWS for mark in given if mark):
             return None
@@ -142,7 +142,7 @@ class _Unsorting:
     # -- the graph without them -----------------------------------------------------------------------
 
     def unsorted(self, item: Operator) -> Iterator[Operator]:
-        """What stands in an operator's place."""
+        """Operators that replace one whose rows are sorted; others stay."""
         given = [self.marks.get(name) for name in item.operands]
         sorts = {mark.by for mark in given if mark and mark.order is Order.ROWS} & self.grouped
         if item.name in self.back:

@@ -33,7 +33,7 @@ NOTE = "forward asks whether it is traced, and hears yes: eager training may do 
 
 
 class Answers:
-    """What code hears in one trace, and whether any but torch's `asked`."""
+    """Answers that code gets in one trace; `asked` says whether any code but torch's asked."""
 
     def __init__(self, *, eager: bool) -> None:
         self.eager, self.asked = eager, False

@@ -38,7 +38,7 @@ class LeftTensor(NamedTuple):
 
 
 class Outside:
-    """What code can reach beside the model's modules, as it is before forward.
+    """Objects that code can reach beside the model's modules, as they are before forward.
 
     `once` are the names of what forward has changed and may change once, `inside` are attributes in which
     calls leave tensors that forward doesn't read.

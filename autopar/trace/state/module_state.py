@@ -68,7 +68,7 @@ def buffers_of(model: nn.Module) -> State:
 
 
 def attributes_of(model: nn.Module) -> State:
-    """What is neither a parameter, a buffer, a module nor a hook."""
+    """Attributes of modules that are no parameters, buffers, modules or hooks."""
     return {
         _path(path, name): StateEntry(vars(module), name, value, _content(value))
         for path, module in model.named_modules()
@@ -115,7 +115,7 @@ def _shown(value: torch.Tensor | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChanges:
-    """What forward left in its modules: `values` by path and name.
+    """Changes that forward left in its modules: `values` by path and name.
 
     `cached` are tensors that it reads where they are there already: they must be the same at every call.
     `counted` are the paths of numbers that it reads and changes.
@@ -127,7 +127,7 @@ class ModuleChanges:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan says of it."""
+        """Notes of a plan on these changes."""
         return tuple(
             f"forward reads and changes {path}: a program is made for each of its values"
             for path in self.counted
@@ -135,7 +135,7 @@ class ModuleChanges:
 
 
 def left_in(model: nn.Module, before: State, reads: Reads) -> ModuleChanges:
-    """What forward has left in `model`, and put nowhere else.
+    """Tensors that forward has left in `model`, and put nowhere else.
 
     Raises TraceError for lists that it changes otherwise than by tensors.
     """
@@ -188,10 +188,9 @@ def _replaces(path: str, else_: str = "cache nothing") -> TraceError:
 
 
 class Attributes:
-    """What modules hold in attributes, so that a trace leaves the same objects there.
+    """Attributes of modules, restored after a trace.
 
-    torch.export puts copies of lists and dicts in their places, and so takes shared ones apart; what is
-    new it leaves.
+    torch.export replaces lists and dicts by copies, which takes shared ones apart, and leaves new attributes.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -59,7 +59,7 @@ class Memory:
         return name if known is not None and known() is tensor else None
 
     def met_by(self, tensor: Tensor) -> str | None:
-        """What `tensor` shares memory with."""
+        """Name of a tensor of the model with which `tensor` shares memory; None if there is none."""
         if not _has_memory(tensor):
             return None
         addresses = _addresses(tensor)
@@ -87,7 +87,7 @@ def replacing(memory: Memory) -> Iterator[None]:
 
 
 class ModelMemory:
-    """What a model holds and has held, as its trace begins."""
+    """Tensors that a model holds, or held before, as its trace begins."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memories = [item for item in (memory_of(model), _earlier.get()) if item is not None]
@@ -117,7 +117,7 @@ class ModelMemory:
 
 
 def stale(where: str, name: str) -> TraceError:
-    """What refuses a part of a parameter or buffer that is reached by another way than the model."""
+    """The error for a part of a parameter or buffer that is reached by another way than the model."""
     return TraceError(
         where=where,
         found=f"a tensor in the memory of {name}, such as a view or .detach(), that something else holds",
@@ -167,7 +167,7 @@ class OthersLearn(TorchFunctionMode):
 
 
 def held_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """What modules hold at this moment of a trace."""
+    """Parameters and buffers that modules hold at this moment of a trace."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

@@ -54,9 +54,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedValue:
-    """What a function makes of inputs; its arguments hold `Input` and `ComputedValue` where it takes tensors.
+    """A function's value on inputs; its arguments hold `Input` and `ComputedValue` in place of tensors.
 
-    Each is one of its own, also in a table: what is freed leaves its place in memory to another."""
+    Each is one of its own, also in a table: an object that is freed leaves its place in memory to another.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

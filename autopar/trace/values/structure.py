@@ -89,7 +89,7 @@ OwnNames = Mapping[str, str]
 
 
 def own_names(model: nn.Module, loss_fn: LossFunction | None, arguments: Arguments) -> OwnNames:
-    """What forward calls the arguments at its own paths; of a loss's there is no name."""
+    """Names that forward has for the arguments at its own paths; arguments of a loss have none."""
     args, kwargs = arguments.rebuild(arguments.tensors)
     args, kwargs, *_ = split_for_loss(model, loss_fn, args, kwargs)
     taken = inspect.signature(model.forward).parameters.values()

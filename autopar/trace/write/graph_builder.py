@@ -116,7 +116,7 @@ class GraphBuilder:
                     self.add_input(node, InputKind.CONSTANT, spec.target)
 
     def add_losss_own(self, node: fx.Node, target: str) -> None:
-        """What a loss holds is a constant, unless it is the model's, too."""
+        """Add a loss's own tensor as a constant, unless it is the model's, too."""
         name = self.known.name_of(self.held[target])
         owner = next(
             (item.name for item in self.graph.inputs.values() if item.target in self.tied_to(name)), None
@@ -175,7 +175,7 @@ class GraphBuilder:
         return []
 
     def results(self, node: fx.Node) -> list[Any]:
-        """What the `node` at the end of a graph gives; raises ValuesAskedError for sizes by values."""
+        """Outputs of the graph's last `node`; raises ValuesAskedError for sizes by values."""
         found = [self.graph.value(item) for item in node.args[0]]  # type: ignore[union-attr]
         for value, item in zip(found, node.args[0], strict=True):  # type: ignore[arg-type]
             if isinstance(value, (SelectedRows, Places, NumberKept)) and not self.inlining:

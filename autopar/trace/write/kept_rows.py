@@ -113,7 +113,7 @@ class KeptRows:
     def read(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], write: Write
     ) -> Any:
-        """What such a call gives; `write` writes an operator on all rows."""
+        """Result of an operator on kept rows; `write` writes an operator on all rows."""
         self._write = write
         leaves = pytree.tree_leaves((args, kwargs))
         kept = [leaf for leaf in leaves if isinstance(leaf, SelectedRows)]

@@ -76,7 +76,7 @@ class WrittenGraph:
                 self.env[key] = Ref(new)
 
     def viewed(self, name: str) -> str | None:
-        """What a tensor is a slice of, or the same as."""
+        """Name of the tensor of which this one is a slice, or which it equals; None if there is none."""
         return self.whole.get(name) or (self.views[name].operands[0] if name in self.views else None)
 
     def note_aliases(self, node: fx.Node, operation: Operator, *, fresh: bool) -> None:
@@ -144,7 +144,7 @@ def _is_same(given: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def spec_of(value: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:
-    """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
+    """The tensor's spec; a sparse tensor's has no shape, as a program takes no part of it."""
     shape = tuple(value.shape) if value.layout is torch.strided else ()
     return TensorSpec(shape, value.dtype, requires_grad, value.layout)
 
