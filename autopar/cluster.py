@@ -261,12 +261,12 @@ class ClusterSpec:
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """How torch calls the device: "cpu" or "cuda"."""
+        """Device type in torch's words: "cpu" or "cuda"."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def devices(self) -> str:
-        """How many of which kind: `2 x 4 h100` are two nodes of four."""
+        """Count and kind of devices: `2 x 4 h100` are two nodes of four."""
         return f"{self.nodes} x {self.devices_per_node} {self.device}"
 
     def meshes(self) -> tuple[Mesh, ...]:
@@ -289,7 +289,7 @@ class ClusterSpec:
         return self.inter if self.inter and self.nodes_of(mesh, (axis,)) > 1 else self.intra
 
     def nodes_of(self, mesh: Mesh, axes: Sequence[int]) -> int:
-        """How many nodes a group along `axes` spans, at most."""
+        """Most nodes that a group along `axes` spans."""
         self.check_world(mesh.num_devices)
         return _nodes_of(mesh.shape, tuple(sorted(axes)), self.devices_per_node)
 

@@ -53,7 +53,7 @@ def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torc
 
 
 def grown_bytes(step: Callable[[], object]) -> int:
-    """By how many bytes `step()` on a CPU has more allocated at its peak than before it, compiled or not."""
+    """Bytes by which `step()` on a CPU has more allocated at its peak than before it, compiled or not."""
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:

@@ -155,7 +155,7 @@ class Comparer:
                 )
 
     def samples(self) -> int:
-        """How many samples the batch has, 1 if it can't be told which dim holds them."""
+        """Number of samples in the batch, 1 if no dim is known to hold them."""
         target, planner = self.target, Planner(self.cluster, self.request, self.target.loss_fn)
         try:
             return planner.parts(target.model, target.args, target.kwargs).size

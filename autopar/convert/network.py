@@ -88,7 +88,7 @@ class Network:
         return replace(self, seconds=np.where(self.sums, shown * self.seconds, self.seconds))
 
     def flags(self, layouts: Sequence[Layout]) -> Flags:
-        """Which of the layouts are among these."""
+        """Flags of the network's layouts: True for those given."""
         found = np.zeros(len(self.layouts), dtype=np.bool_)
         found[[self.place[layout] for layout in layouts]] = True
         return found
@@ -252,7 +252,7 @@ class _Builder:
         return int(np.prod(self.sizes[axis + 1 :], dtype=np.intp))
 
     def ordered(self) -> Numbers:
-        """For each number that of the layout with its axes alike in order, shards first; itself without."""
+        """Number of each layout with alike axes in order, shards first; a layout in order maps to itself."""
         digits = self.digits.copy()
         for axes in self.alike:
             assert len({self.placements[axis] for axis in axes}) == 1

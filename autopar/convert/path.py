@@ -23,7 +23,7 @@ Step: TypeAlias = tuple[Node, Taken, float]  # where it leads, what it takes, an
 
 
 def interesting(layouts: Iterable[Layout], *, differentiable: bool) -> tuple[tuple[Placement, ...], ...]:
-    """For each axis the placements that `layouts` have there, and the hubs R, P and B."""
+    """Placements of `layouts` on each axis, and the hubs R, P and B."""
     columns = zip(*layouts, strict=True)
     hubs: tuple[Placement, ...] = (R, P, B) if differentiable else (R, P)
     return tuple((*hubs, *sorted({item for item in column if isinstance(item, Shard)})) for column in columns)

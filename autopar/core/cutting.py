@@ -23,7 +23,7 @@ from autopar.core.graph import Operator
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where samples lie in a tensor: in `dim`, all of them `outer` times, `inner` elements for each."""
+    """Rows of samples in a tensor: along `dim`, all of them `outer` times, `inner` elements for each."""
 
     dim: int
     outer: int = 1

@@ -45,7 +45,7 @@ class Fingerprint:
         return replace(self, operators=tuple(_FLOAT.sub("#", line) for line in self.operators))
 
     def difference(self, planned: Fingerprint) -> GraphDifference | None:
-        """Where this graph first differs from the one that was planned, None where it doesn't."""
+        """First place where this graph differs from the planned one; None if it doesn't."""
         for kind in ("input", "operator", "output"):
             lines = zip_longest(getattr(self, f"{kind}s"), getattr(planned, f"{kind}s"), fillvalue=NOTHING)
             for number, (here, there) in enumerate(lines):

@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class Gathering(Enum):
-    """When a weight that is stored in shards is gathered."""
+    """Moment at which a weight that is stored in shards is gathered."""
 
     ONCE = "once"
     KEEP = "keep"

@@ -65,7 +65,7 @@ class ProcessNumber(int):
 
 
 class InputKind(Enum):
-    """Where a tensor that the graph takes comes from: the model's state, its code or the user."""
+    """Origin of a graph's input: the model's state, its code or the user."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -141,7 +141,7 @@ class Graph:
     derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False, compare=False)
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
-        """For each tensor its uses: the operator and the position among its operands."""
+        """Uses of each tensor: operators, and the position among their operands."""
         uses: dict[str, list[tuple[Operator, int]]] = {name: [] for name in self.specs}
         for operator in self.operators:
             for position, name in enumerate(operator.operands):

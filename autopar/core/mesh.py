@@ -68,7 +68,7 @@ class Mesh:
         return AXIS_NAMES[axis]
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` lies on the grid, one index for each axis."""
+        """Coordinate of `rank` on the grid, one index for each axis."""
         place: list[int] = []
         for size in reversed(self.shape):
             rank, index = divmod(rank, size)

@@ -9,7 +9,7 @@ from autopar.core.placement import Layout, Placement, show
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """From `source` to `target`, layouts that differ on `axis` alone."""
+    """One change of placement: layouts `source` and `target` differ on `axis` alone."""
 
     axis: int
     source: Layout

@@ -10,7 +10,8 @@ OffloadedTensor = tuple[str, Layout]  # a tensor of the graph in the layout in w
 
 
 class Offload(Enum):
-    """Nothing, all that is large enough, or under a memory cap what hides behind compute."""
+    """Activations to offload: none, all that are large enough, or under a memory cap those whose copies
+    hide."""
 
     NONE = "none"
     ALL = "all"

@@ -18,7 +18,7 @@ VIRTUAL = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
 
 def stages_per_rank(schedule: ScheduleKind) -> int:
-    """How many stages each pipeline rank holds: the V schedules need two, interleaving begins there."""
+    """Stages on each pipeline rank: two for V and interleaved schedules, else one."""
     return 2 if schedule in VIRTUAL else 1
 
 

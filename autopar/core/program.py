@@ -39,5 +39,5 @@ class Program:
     reduce: Precision = Precision.FP32
 
     def gathering(self, name: str) -> Gathering:
-        """When the weight is gathered."""
+        """Moment at which the weight is gathered."""
         return self.gatherings.get(name, Gathering.KEEP)

@@ -8,7 +8,7 @@ Segment = tuple[int, int]  # operators [first, stop) of a graph, by number
 
 
 class Recompute(Enum):
-    """Nothing, all parts, or whatever is fastest under the memory cap."""
+    """Parts to recompute: none, all, or those with the fastest step under the memory cap."""
 
     NONE = "none"
     ALL = "all"

@@ -114,7 +114,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.ranks * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
@@ -159,7 +159,7 @@ def check_schedule(kind: ScheduleKind, *, ranks: int, stages_per_rank: int, micr
 
 
 def micro_batches_per_round(ranks: int, micro_batches: int) -> int:
-    """How many micro-batches an interleaved schedule gives a stage before it turns to the next.
+    """Micro-batches that an interleaved schedule runs through a stage before it turns to the next.
 
     As many as there are ranks if that divides; else rounds are a little longer.
     """

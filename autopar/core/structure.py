@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which tensors of a call and of its model are structure: by position among the call's, by name."""
+    """Tensors of a call and its model that are structure: by position among the call's, by name."""
 
     users: frozenset[int] = frozenset()
     buffers: frozenset[str] = frozenset()

@@ -162,7 +162,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last rank is done."""
+        """Seconds until the last rank is done."""
         return max((event.stop for event in self.events), default=0.0)
 
     @property
@@ -182,7 +182,7 @@ class Timeline:
         return replace(self, events=tuple(events))
 
     def busy_seconds(self, rank: int) -> float:
-        """How long the rank computes, the optimizer included."""
+        """Seconds for which the rank computes, the optimizer included."""
         return sum(event.stop - event.start for event in self.events if event.rank == rank and event.computes)
 
     def bubble(self, rank: int) -> float:

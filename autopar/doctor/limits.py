@@ -58,7 +58,7 @@ def shared_memory(folder: Path = SHARED) -> int | None:
 
 
 def open_files() -> tuple[int, int]:
-    """How many files this process may open, and how many it may ask for; -1 for no limit."""
+    """Limits of open files: this process's, and the most it may ask for; -1 for none."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 

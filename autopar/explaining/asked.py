@@ -83,7 +83,7 @@ class AskedPlan:
 
 
 def reason_of(error: InfeasibleError | InputError | SolverError) -> str:
-    """Why there is no plan, in few words; the least memory that would do takes long to find."""
+    """Short reason why there is no plan, without the least memory that would do, which takes long to find."""
     if isinstance(error, OverCapError):
         return "it doesn't fit the memory cap"
     text = f"{error.where}: {error.found}; wanted {error.wanted}"

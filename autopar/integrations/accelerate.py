@@ -46,7 +46,7 @@ class OneBatch:
 
     @property
     def num_processes(self) -> int:
-        """How many processes pass different batches."""
+        """Number of processes that pass different batches: one."""
         return 1
 
     @property

@@ -109,7 +109,7 @@ class Attention(Rule):
         return bool(op["is_causal"]) and factor == "q"
 
     def causal(self, site: Site) -> Handle:
-        """Which keys the rank's query rows see: a key not after the row."""
+        """Mask of keys that the rank's query rows see: those not after the row."""
         name = site.operands[0]
         dim = len(site.shape(0)) - 2
         inner = math.prod(site.dims.atoms.of[name][dim][1:])

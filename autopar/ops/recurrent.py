@@ -25,7 +25,7 @@ MOST_RUN_WEIGHT_BYTES = 256 << 20  # bytes of weights with which a CPU's kernel 
 
 
 def steps_of(call: Call) -> int:
-    """How many steps a recurrent layer makes if they are many; 0 of any other call."""
+    """Steps of a recurrent layer if they are many; 0 of any other call."""
     if call.target not in Recurrent.targets or len(call.args[0].shape) != 3:
         return 0
     steps: int = call.args[0].shape[steps_dim(call)]

@@ -110,7 +110,7 @@ class _Resize(Rule):
         return found
 
     def window(self, op: Instance, before: int, after: int) -> RowMap | None:
-        """Which of `before` rows the `after` rows read, None if only the whole dim will do."""
+        """Map from the `after` rows to the `before` rows that they read; None if they need the whole dim."""
         if op.arguments.get("align_corners"):
             return Window() if before == after else None
         if after % before == 0:

@@ -65,7 +65,7 @@ class _Mine:
         return self.site.dims.rows(result, Shard(0), layout, coordinate)
 
     def entries(self, coordinate: Sequence[int]) -> Tensor:
-        """Which entries the rank at a coordinate multiplies by."""
+        """Matrix entries that the rank at a coordinate multiplies by."""
         columns = self.group_of(coordinate)
         key = "entries", *self.matrix, self.rows_of(coordinate), columns
         return remembered(self.site, key, lambda: self.find_entries(self.rows_of(coordinate), columns))
@@ -85,7 +85,7 @@ class _Mine:
         return found
 
     def work(self, coordinate: Sequence[int]) -> int:
-        """How many entries the rank at a coordinate has, and how many rows it reads."""
+        """Number of entries and of distinct rows that the rank at a coordinate multiplies."""
         rows, columns = self.rows_of(coordinate), self.group_of(coordinate)
 
         def count() -> int:
@@ -111,7 +111,7 @@ class _Mine:
 
     @property
     def width(self) -> int:
-        """How many rows of x the rank multiplies."""
+        """Number of rows of x that the rank multiplies."""
         return self.needed.length if self.axes else self.own[1] - self.own[0]
 
     def block(self) -> tuple[Tensor, ...]:

@@ -38,8 +38,8 @@ IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed ov
 
 
 def error_of(measured_share: float, interpolated_share: float = 0.0) -> float:
-    """By how much predicted seconds must differ, relatively, to be told apart. Some of them are measured,
-    some interpolated."""
+    """Least relative difference of predicted seconds that tells two steps apart, by the shares that are
+    measured and interpolated."""
     return measured_share * MEASURED + _guessed(measured_share, interpolated_share)
 
 
@@ -63,8 +63,8 @@ def interpolated_share(priced: PricedProgram) -> float:
 
 
 def margin(priced: PricedProgram, other: PricedProgram) -> float:
-    """By how much slower a simpler `other` may be predicted and stand, relatively; it may be of a mesh of
-    fewer axes."""
+    """Most by which a simpler `other` may be predicted slower and be taken, relatively; it may be on a mesh
+    of fewer axes."""
     share = measured_share(priced)
     guessed = _guessed(share, interpolated_share(priced)) * unlike(priced, other.program)
     return max(share * MEASURED + guessed, SURE * noise(priced, other))
@@ -110,7 +110,7 @@ class Apart:
 
     @property
     def of_stages(self) -> float:
-        """By how much slower a step without stages may be predicted and stand, relatively."""
+        """Most by which a step without stages may be predicted slower and be taken, relatively."""
         error = error_of(self.measured)
         return (1 + error) / (1 - error) - 1 if self.is_roomy else error
 

@@ -122,7 +122,7 @@ class MeshEstimate:
         return fixed + (seconds - fixed) * self.count / micro_batches * uneven
 
     def unevenness(self, micro_batches: int) -> float:
-        """By how much the device with most samples has more than the average one."""
+        """Relative excess of the device with most samples over the average one."""
         samples = self.samples * self.count / micro_batches
         return sum(share * math.ceil(samples / by) * by / samples for by, share in self.shards.items())
 

@@ -56,5 +56,5 @@ def most_valuable(candidates: Sequence[PlanCalls], model: CostModel) -> list[Cal
 
 
 def error_of(cost: OperatorCost) -> float:
-    """By how much an operator's seconds that aren't measured may be wrong, relatively."""
+    """Relative error of an operator's seconds that aren't measured."""
     return INTERPOLATED_ERROR if cost.interpolated else ESTIMATED_ERROR

@@ -358,7 +358,7 @@ class Screen:
         return best.seconds <= choice_of(alike, count, kinds, math.inf).seconds * (1 + LEAST_TOLD_GAIN)
 
     def place(self, placed: ScreenedMesh) -> tuple[float, float]:
-        """Where the best choice on a mesh is in the order."""
+        """Sort key of the best choice on a mesh."""
         return self.best(placed.screened) or (math.inf, math.inf)
 
     def simpler(self, found: list[ScreenedMesh]) -> list[ScreenedMesh]:

@@ -95,7 +95,7 @@ def _receiver(event: Event, timeline: Timeline) -> int | None:
 
 
 def joined(events: Sequence[Event]) -> Spans:
-    """When any of the events goes on."""
+    """Spans in which at least one of the events goes on."""
     found: Spans = []
     for start, stop in sorted((event.start, event.stop) for event in events):
         if found and start <= found[-1][1]:

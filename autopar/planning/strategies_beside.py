@@ -84,6 +84,6 @@ def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
 
 
 def reason_of(error: AutoparError) -> str:
-    """Why a strategy has no plan."""
+    """Short reason why a strategy has no plan."""
     text = f"{error.found}; wanted {error.wanted}"
     return text if len(text) <= LONGEST_REASON else error.found

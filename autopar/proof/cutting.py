@@ -46,7 +46,8 @@ def cutting_effect(
     *,
     random: bool,
 ) -> Verdict:
-    """By how much serial training in parts differs from training at once; both change what they are given."""
+    """Verdict on serial training in parts against training at once; both functions change the model that they
+    get."""
     with _Average() if random else nullcontext():  # type: ignore[no-untyped-call]
         parts = in_parts(copy.deepcopy(model))
         return judge(parts, copy.deepcopy(model), at_once, ())

@@ -216,7 +216,7 @@ def _on_cpu(record: Record) -> Record:
 
 
 def disagreement(record: Record, device: torch.device) -> Disagreement:
-    """By how much this rank's tensors differ from rank 0's: the worst of each kind; collective."""
+    """Largest errors of this rank's tensors against rank 0's, by kind; a collective."""
     found: Disagreement = {}
     for kind in KINDS:
         mine: Tensors = getattr(record, kind)

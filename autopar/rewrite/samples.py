@@ -22,7 +22,7 @@ from autopar.trace.rewrites.edge_operators import PICK, PLACE
 
 
 def find_samples(graph: Graph, layouts: Mapping[str, Layout], dims: Dims) -> Samples | None:
-    """Which rows of the global batch each rank loads; None for a model that takes no tensor with dims."""
+    """Rows of the global batch that each rank loads; None for a model without input dims."""
     users = [item for item in graph.inputs if item.kind is InputKind.USER and item.spec.shape]
     if not users:
         return None

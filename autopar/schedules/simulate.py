@@ -53,7 +53,7 @@ INPUT_GRADIENT, WEIGHT_GRADIENT = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_G
 
 
 class Receives(Enum):
-    """When a rank posts its receives: see the drawing above."""
+    """Moment at which a rank posts its receives: see the drawing above."""
 
     EARLY = "early"
     LATE = "late"

@@ -260,14 +260,15 @@ class _Run:
             self.held[sent.slots] = begin
 
     def carry(self, transfers: Transfers, begin: Seconds) -> Seconds:
-        """When what is sent from `begin` on has arrived."""
+        """Arrival times of transfers that begin at `begin`."""
         arrival, before = begin + self.hops[transfers.hops], self.delivered[transfers.links]
         counts = self.counts[transfers.hops]
         self.delivered[transfers.links] = np.where(counts, np.maximum(before, arrival), before)
         return arrival
 
     def end(self, rank: int) -> Seconds:
-        """When the rank's sends and gradient sums, one after the other, and then its updates are done."""
+        """Seconds at which a rank's sends and gradient sums, one after the other, and then its updates are
+        done."""
         stages = np.asarray([s for s in range(self.schedule.stages) if self.schedule.rank_of(s) == rank])
         computed = self.backward[stages]
         order = np.argsort(computed, axis=0, kind="stable")

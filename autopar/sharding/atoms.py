@@ -88,7 +88,7 @@ class RowTable:
 
     @staticmethod
     def of(base: Dim, output: Dim, index: Tensor, length: int) -> RowTable:
-        """By the row of `base`, of `length`, to which each row of `output` belongs; `index` must rise."""
+        """Table from the `base` row of each `output` row; `index` must rise, and `base` has `length` rows."""
         starts = torch.searchsorted(index, torch.arange(length + 1))
         return RowTable(base, output, starts, hashlib.blake2b(starts.numpy().tobytes()).hexdigest())
 

@@ -35,7 +35,7 @@ def result_rows(site: Site, dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """By place along the axes that share one dim: the cut of the operand and of the result, and the
+    """Rows of one halo, by place along the axes that share one dim: the cuts of operand and result, and the
     operand's rows [start, stop) that the result's rows need; some may lie outside the tensor."""
 
     owned: list[int]

@@ -33,7 +33,7 @@ class LocalSizes:
                     self.axes[shard] = self.axes.get(shard, np.zeros_like(bits)) + bits
 
     def legal(self, dims: Dims, name: str) -> NDArray[np.bool_]:
-        """Which of the layouts are legal for a tensor."""
+        """Flags of layouts that are legal for a tensor."""
         found = np.ones(len(self.layouts), dtype=np.bool_)
         for shard, axes in self.axes.items():
             found &= np.array([dims.legal(name, each) for each in self._alone(shard)])[axes]

@@ -303,7 +303,7 @@ class Rule(ABC):
         ]
 
     def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[RowTable]:
-        """Which rows lie in the order of which others, by the values of constants."""
+        """Tables of rows that lie in the order of others, by the values of constants."""
         return []
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:

@@ -136,7 +136,7 @@ class SampleFlow:
 
     @property
     def obstacle(self) -> str | None:
-        """Why parts of the batch would not compute what it does, None if they would."""
+        """Reason why parts of the batch would not compute what the whole does; None if they would."""
         mixed = self.loss.by if self.loss.role is Role.MIXED else None
         together = mixed or next(iter((*self.unknown, *self.statistics)), None)
         if together is not None:
@@ -153,7 +153,7 @@ class SampleFlow:
         return [item.target for item in self.graph.inputs if item.mutated or item.name in written]
 
     def places(self, name: str) -> Iterator[Shard]:
-        """Where the tensor has the samples' loops."""
+        """Shards of the tensor along the samples' loops."""
         for dim, atoms in enumerate(self.dims.atoms.of[name]):
             for atom in range(len(atoms)):
                 if self.dims.atoms.components[(name, dim, atom)] in self.batch:

@@ -85,7 +85,7 @@ class SortedRows:
         return SortingRelation(Order.COUNTS, sort) if sort and self._counts_all(item, sort) else None
 
     def place_of_keys(self, item: Operator) -> int | None:
-        """Which operand an operator counts the values of, if it counts: by bins, or by adding up ones."""
+        """Operand whose values an operator counts, by bins or by adding up ones; None if it doesn't count."""
         if item.target is aten.histc.default:
             return 0
         if item.target is not aten.index_add.default or item.args[1] != 0 or item.kwargs:
@@ -233,7 +233,7 @@ class SortedRows:
 
     @cached_property
     def makers(self) -> dict[str, Operator]:
-        """Which operator makes which tensor."""
+        """The operator that makes each tensor."""
         return {name: item for item in self.graph.operators for name in item.results if name}
 
     def shape(self, name: str) -> tuple[int, ...]:

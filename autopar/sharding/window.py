@@ -55,7 +55,7 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """From the first to the last row that one output reads, or that one input row adds to."""
+        """Distance from the first to the last row that one output reads, or that one input row adds to."""
         return self.dilation * (self.kernel - 1)
 
     def length(self, rows: int) -> int:

@@ -210,21 +210,22 @@ def setting_of(cluster: ClusterSpec) -> Setting:
 
 
 def co_running(cluster: ClusterSpec) -> int:
-    """How many processes of a node compute at the same time, each on cores of its own."""
+    """Number of a node's processes that compute at the same time, each on its own cores."""
     return max(1, min(cluster.devices_per_node, int(_cores(cluster))))
 
 
 def busy_setting(cluster: ClusterSpec) -> Setting:
-    """Where and how operators of CPUs are measured: in rounds, beside as many processes as a node has, which
-    share caches and memory. Of what calls took over and over by themselves, nothing is compared to it."""
+    """Setting in which a CPU's operators are measured: in rounds, beside as many busy processes as share a
+    node's caches and memory. Times of calls that run over and over by themselves aren't compared with these.
+    """
     setting, count = setting_of(cluster), co_running(cluster)
     beside = f"; {count} busy" if count > 1 else ""
     return replace(setting, fingerprint=f"{setting.fingerprint}; in rounds{beside}")
 
 
 def network_of(cluster: ClusterSpec) -> Setting:
-    """Where and how collectives were measured: between nodes they depend on what links these, which nothing
-    but the cluster's own words can tell; on CPUs they are measured in rounds."""
+    """Setting in which collectives were measured. Between nodes it names the cluster's links, which no
+    machine can tell; on CPUs it says that they ran in rounds."""
     setting = setting_of(cluster)
     words = ["in rounds"] if cluster.device_type == "cpu" else []
     if cluster.nodes > 1:

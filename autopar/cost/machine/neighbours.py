@@ -44,7 +44,8 @@ class Neighbours:
     _known: dict[str, Ratio | None] = field(default_factory=dict)
 
     def ratio(self, call: Call) -> Ratio | None:
-        """By how much the estimate of a call is likely off; None if no neighbour is measured."""
+        """Ratio by which a call's estimate is likely off, interpolated from measured neighbours; None without
+        any."""
         key = call.key()
         if key not in self._ratios:
             self._ratios[key] = self._interpolated(call, key)

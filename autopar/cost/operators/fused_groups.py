@@ -48,7 +48,7 @@ ATEN = torch.ops.aten
 
 
 class TrafficKind(Enum):
-    """How a member goes through its tensors."""
+    """Pattern in which a fused operator goes through its tensors."""
 
     VIEW = "view"  # not at all
     POINTWISE = "pointwise"
@@ -112,7 +112,7 @@ class FusedGroups:
 
 
 def kind_of(operation: Operator, graph: Graph) -> TrafficKind | None:
-    """How a compiler computes the operator among others; None for a kernel of its own."""
+    """Pattern of an operator in a fused group; None for a kernel of its own."""
     if getattr(operation.target, "namespace", "") != "aten":
         return None
     packet = operation.target.overloadpacket

@@ -55,7 +55,7 @@ def strip_bytes(emitter: GraphEmitter) -> int:
 
 
 def foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """How many rows of others each rank needs."""
+    """Number of other ranks' rows that each rank needs."""
     found = []
     for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         low, high = max(start, 0), min(stop, owned[-1])

@@ -145,7 +145,7 @@ class TensorPrices:
         )
 
     def widening(self, name: str) -> float:
-        """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
+        """Ratio of the bytes of a tensor's summed gradient to its own."""
         return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
     def summed_bytes(self, name: str, layout: Layout) -> int:

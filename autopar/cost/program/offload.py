@@ -98,7 +98,7 @@ def offloaded(priced: PricedProgram) -> list[Movable]:
 
 
 def clock(priced: PricedProgram) -> Clock:
-    """When operators run, were there nothing between them: no copy need hide behind what is exchanged."""
+    """Seconds at which operators run if nothing stands between them: no copy need hide behind exchanges."""
     costs = priced.operator_prices
     backward = accumulate((cost.backward for cost in reversed(costs)), initial=0.0)
     return Clock(tuple(accumulate((cost.forward for cost in costs), initial=0.0)), tuple(backward)[::-1])

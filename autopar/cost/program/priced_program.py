@@ -44,7 +44,7 @@ class PricedProgram:
 
     @cached_property
     def values(self) -> Values:
-        """Every tensor in every layout that it takes."""
+        """The program's tensors, in every layout that they take."""
         if self.base:
             return self.base.values
         return find_values(self.graph, self.program, training=self.prices.training)

@@ -118,8 +118,8 @@ def crossing_bytes(priced: PricedProgram) -> tuple[int, ...]:
 
 
 def choose_places(crossing: Sequence[int], most: int) -> tuple[int, ...]:
-    """Where a graph may be cut: everywhere, or at `most` places, where less crosses than around them
-    and then where least crosses.
+    """Positions at which a graph may be cut: all, or at most `most`, first those where less crosses than
+    around them, then those where least crosses.
 
     `crossing[p]` are the bytes that cross the position before operator p; the ends 0 and n are always there.
     """

@@ -282,7 +282,7 @@ def guesses(call: Arguments) -> Iterator[Said]:
 
 
 def untold(obstacle: str | None, call: Arguments, *, told: bool) -> InputError:
-    """Why a batch can't be cut; the user may be `told` to say where samples are."""
+    """The error that a batch can't be cut; the user may be `told` to name the samples' dims."""
     pairs = zip(call.paths, call.tensors, strict=True)
     example = next((path for path, item in pairs if item.dim()), "x")
     say = f'say it by batch_dims={{"{example}": 0, ...}}, None for an input without, or ' if told else ""

@@ -51,7 +51,7 @@ PHASES = {
 
 
 def time_picture(plan: Plan, timeline: Timeline) -> Picture:
-    """When each stage computes, and what its rank waits; or what a device does one after the other."""
+    """Picture of each stage's computing and its rank's waits, or of the phases of a single device."""
     units = WHOLE / timeline.seconds if timeline.seconds else 0.0
     shown = [event for event in timeline.events if event.kind in COLOURS]
     if not plan.pipeline.is_staged:

@@ -40,7 +40,7 @@ _DOORS = (
 
 
 def speak_by_names() -> None:
-    """From now on torch's functions for state dicts by names give and take those of parallel modules."""
+    """Make torch's functions for state dicts by names accept parallel modules from now on."""
     if hasattr(by_names, _MARK):
         return
     missing = [name for name in (*_DOORS, "_init_optim_state") if not hasattr(by_names, name)]
@@ -115,7 +115,7 @@ class Naming:
 
     @property
     def device(self) -> torch.device:
-        """Where the parallel modules run."""
+        """Device on which the parallel modules run."""
         return next(stored.device for tree in self.trees for stored in tree.stored.values())
 
 

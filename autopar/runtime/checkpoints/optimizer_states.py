@@ -407,7 +407,7 @@ _MARK = "_autopar_speaks_serial_order"
 
 
 def speak_serial_order() -> None:
-    """From now on state dicts of optimizers with parameters of parallel modules are in serial order."""
+    """Make state dicts of optimizers with parameters of parallel modules use serial order from now on."""
     if hasattr(Optimizer, _MARK):
         return
     save, load = Optimizer.state_dict, Optimizer.load_state_dict

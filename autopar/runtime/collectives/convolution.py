@@ -96,7 +96,7 @@ class Along:
     transposed: bool
 
     def output(self, row: int, tap: int) -> int | None:
-        """Which output takes the input row by the tap."""
+        """Output row that gets the input row by this tap; None if there is none."""
         if self.transposed:
             return row * self.stride - self.padding + self.dilation * tap
         output, between = divmod(row + self.padding - self.dilation * tap, self.stride)

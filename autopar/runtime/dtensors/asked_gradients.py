@@ -25,7 +25,7 @@ _leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary(
 
 
 def is_read_by_a_program(leaf: Tensor) -> None:
-    """From now on a gradient of a parameter is refused where it would come by this leaf."""
+    """Make autograd refuse gradients of the parameter behind this leaf from now on."""
     _leaves[id(leaf)] = leaf
     run: Any = getattr(torch.autograd, _ENGINE)
     if not hasattr(run, "_guarded"):

@@ -86,10 +86,10 @@ def _forget_shardings() -> None:
 
 
 def read_whole_scalars(mesh: DeviceMesh, *, staged: bool, with_numbers: bool = False) -> None:
-    """From now on numbers of DTensors on `mesh` are read whole, or with `staged` refused; collective.
+    """Make numbers of DTensors on `mesh` be read whole from now on, or refused with `staged`; a collective.
 
-    `with_numbers` says that parameters without dims are among them, which optimizers add up as well as a
-    norm by hand does. Raises InputError where this version of torch reads them past the handlers.
+    `with_numbers` says that parameters without dims are among them, which optimizers add up as well as a norm
+    by hand does. Raises InputError where this version of torch reads them past the handlers.
     """
     _know(mesh, _staged if staged else _meshes)
     if with_numbers:

@@ -216,7 +216,7 @@ def gradient_key(item: InputPart, mesh: Mesh) -> str | None:
 
 
 def sync_key(item: InputPart) -> str | None:
-    """Where a gradient is summed; a group of one rank has nothing to sum."""
+    """Key of the group over which a gradient is summed; None for a group of one rank."""
     return item.sync if item.sync is not None and groups.size(item.sync) > 1 else None
 
 

@@ -162,8 +162,8 @@ class ParallelModule(nn.Module):
 
     @property
     def output_parts(self) -> tuple[Part, ...]:
-        """Which box of each global output this rank returns, by the program that ran last; the tensors
-        of the output in their order."""
+        """Parts of the global outputs that this rank returns, by the program that ran last; the tensors of
+        the output in their order."""
         return self._autopar.output_parts
 
     @property

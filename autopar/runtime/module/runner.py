@@ -189,7 +189,7 @@ class Runner:
         return loss
 
     def compile(self) -> None:
-        """From now on programs are compiled, each at its next call."""
+        """Compile programs from now on, each at its next call."""
         check_compiler(self._running.device.type)
         self._programs.compile()
 
@@ -344,8 +344,8 @@ class Runner:
 
     @property
     def output_parts(self) -> tuple[Part, ...]:
-        """Which box of each global output this rank returns, by the program that ran last; the tensors
-        of the output in their order."""
+        """Parts of the global outputs that this rank returns, by the program that ran last; the tensors of
+        the output in their order."""
         self.tensors.require_placed()
         if not isinstance(self._current, Bound):
             raise InputError(

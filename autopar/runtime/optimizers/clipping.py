@@ -80,7 +80,7 @@ def _whole(norm: Tensor) -> Tensor:
 
 
 def refuse_torch_clipping(mesh: DeviceMesh) -> None:
-    """From now on torch's clipping of parameters on `mesh`, which is one stage's, raises InputError."""
+    """Make torch's clipping of parameters on `mesh`, which is one stage's, raise InputError from now on."""
     _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
     for name in _GUARDED:
         function = getattr(clip_grad, name, None)

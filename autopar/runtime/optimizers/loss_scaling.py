@@ -43,7 +43,7 @@ def factor_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor | No
 
 
 def share_infinities(mesh: DeviceMesh) -> None:
-    """From now on GradScaler's checks of gradients on `mesh`, one stage's, are those of all ranks."""
+    """Make GradScaler's checks of gradients on `mesh`, one stage's, cover all ranks from now on."""
     _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
     _watch_scalers()
 

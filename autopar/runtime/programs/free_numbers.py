@@ -31,7 +31,7 @@ _PREFIX = "number_"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a number comes from: an argument without tensors, by its place, or what was read."""
+    """Origin of a number: an argument without tensors, by its position, or a slot that was read."""
 
     argument: int = -1
     slot: NumberSlot | None = None

@@ -50,7 +50,7 @@ class GrowingCalls:
 
 
 def inside(method: str) -> str:
-    """Where a method of the serial model can be called."""
+    """Code that calls a method of the serial model."""
     return f"with autopar.full(parallel) as model: model.{method}(...)"
 
 

@@ -54,7 +54,7 @@ _HELD = ("_buffers", "_parameters", "_modules")
 
 @dataclass(frozen=True, slots=True)
 class NumberSlot:
-    """Where a number can be read and replaced: under a key of a dictionary, or in a cell."""
+    """A number's slot, to read and replace it: a key of a dictionary, or a cell."""
 
     place: Any
     key: Any
@@ -148,8 +148,8 @@ class Guard:
         return index in self._free and type(value) is type(self._expected[index])
 
     def numbers(self) -> list[tuple[NumberSlot, Any]] | None:
-        """Where numbers have changed, and what they were; None if anything else has, or one that can't be
-        reached."""
+        """Slots whose numbers have changed, with the old numbers. None if anything else has changed, or a
+        number that can't be reached."""
         try:
             now = list(chain.from_iterable(map(operator.call, self._getters, self._places)))
         except (KeyError, IndexError, AttributeError, ValueError):

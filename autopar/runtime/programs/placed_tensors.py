@@ -53,7 +53,7 @@ from autopar.trace.values.structure import parts_of
 
 
 class PlacedTensors:
-    """Where the parameters and buffers in `tree` lie; nowhere yet before a program has placed them.
+    """Parameters and buffers in `tree`, and their parts on this rank, once a program has placed them.
 
     `from_rank_0` takes the values of rank 0. With `of_samples` each rank passes samples of its own, which
     plain tensors outside of the program follow.

@@ -57,7 +57,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def retire(parameter: Tensor, *, found: str, wanted: str, remedy: str) -> None:
-    """From now on a use of `parameter` raises InputError; those of classes of their own are left alone."""
+    """Make any use of `parameter` raise InputError from now on; those of own classes are left alone."""
     if type(parameter) is nn.Parameter:
         vars(parameter)["_autopar_told"] = (found, wanted, remedy)
         parameter.__class__ = OldParameter

@@ -128,7 +128,7 @@ class UserTree:
         return list(placed.values())
 
     def retire(self) -> None:
-        """From now on the parameters that were there before are refused where somebody uses them."""
+        """Refuse uses of the parameters that were there before, from now on."""
         for name, reference in self._old:
             if (old := reference()) is not None:
                 old_parameters.replaced(old, name)
@@ -430,7 +430,7 @@ class _Refused:
 
 
 def inside(path: str = "") -> str:
-    """Where single modules and methods of the serial model can be used."""
+    """Code that uses single modules and methods of the serial model."""
     return f"inside `with autopar.full(parallel) as model:` as {_join('model', path)}"
 
 

@@ -23,7 +23,7 @@ from autopar.core.placement import Layout, Partial
 
 
 class GatherPhase(Enum):
-    """When a move is made."""
+    """Moment at which a move is made."""
 
     EVERY = auto()
     LEADING = auto()
@@ -48,7 +48,7 @@ Place = tuple[Layout, GatherPhase]
 
 
 def first_phase(gathering: Gathering, *, waits: bool) -> GatherPhase:
-    """Where the flow of a weight begins; `waits` says whether there are things that are done once a step."""
+    """Phase in which the flow of a weight begins; `waits` says whether anything is done once a step."""
     match gathering:
         case Gathering.ONCE:
             return GatherPhase.ONCE
@@ -59,7 +59,7 @@ def first_phase(gathering: Gathering, *, waits: bool) -> GatherPhase:
 
 
 def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[GatherPhase, Flags]:
-    """Which of `moves` a flow that begins at `starts` can take in each phase."""
+    """Moves that a flow from `starts` can take, by phase."""
     found: dict[GatherPhase, Flags] = {}
     begun: dict[GatherPhase, list[Layout]] = {}
     for layout, phase in starts:

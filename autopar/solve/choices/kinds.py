@@ -31,13 +31,13 @@ def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:
 
 
 class Kinds:
-    """Which kind of parallelism an option is.
+    """Kind of parallelism of each option.
 
-    Model parallelism shards a weight's factor: filter if a result has it, channel if it is summed
-    over. Any other factor is batch if it reaches the first dim of a user input, else domain. An
-    operator without weights goes with its neighbours: by domain if an operator with weights could go
-    on so, although a weight may have that dim elsewhere (an image's rows, flattened into a linear layer).
-    A dim along which a weight is but repeated, as a class token is for each sample, is none of its factors.
+    Model parallelism shards a weight's factor: filter if a result has it, channel if it is summed over. Any
+    other factor is batch if it reaches the first dim of a user input, else domain. An operator without
+    weights goes with its neighbours: by domain if an operator with weights could go on so, although a weight
+    may have that dim elsewhere (an image's rows, flattened into a linear layer). A dim along which a weight
+    is but repeated, as a class token is for each sample, is none of its factors.
     """
 
     def __init__(self, graph: Graph, dims: Dims) -> None:

@@ -203,7 +203,8 @@ class Problem:
     def routed(
         self, tensor: TensorClass
     ) -> tuple[dict[Place, Terms], list[Use], list[dict[GatherPhase, Flags]]]:
-        """Where the tensor is made, where it is used, and which moves may lead from one to the other."""
+        """Layouts in which the tensor is made, its uses, and the moves that may lead from one to the
+        other."""
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)

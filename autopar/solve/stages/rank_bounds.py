@@ -74,7 +74,7 @@ class Scarcity:
     least: Callable[[MemoryPrice], float]
 
     def surcharge(self, price: float, micro_batches: int, counts: Sequence[int]) -> dict[int, float]:
-        """By how many micro-batches are kept how many times as much as without a price a stage takes."""
+        """Factors by which a stage takes longer than without a price, by its micro-batches in flight."""
         each, most = price / micro_batches, max(counts)
         knots = np.unique(np.round(np.geomspace(max(1, min(counts)), max(1, most), KNOTS)))
         known = [self.least(MemoryPrice(state=each, saved=each * count)) / self.free for count in knots]

@@ -319,8 +319,8 @@ def share_of(solution: Solution, relaxed: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is recomputed
-    and moved, or of assignments, between which a stage turns at `seams`.
+    """Operators at which each stage's leaner level ends and the richer one begins: of remedies, or of
+    assignments, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
     are recomputed and reach over a cut are cut there, too, which the tables don't know.
@@ -390,7 +390,7 @@ class Parting:
         return priced, found
 
     def turns(self, mix: Mix, start: int, stop: int) -> Sequence[int]:
-        """Where a stage may turn."""
+        """Operators at which a stage may turn."""
         lean, rich = (self.programs[level].program for level in (mix.lean, mix.rich))
         if is_placed_alike(lean, rich):
             return range(start, stop + 1)

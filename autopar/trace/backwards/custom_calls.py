@@ -181,7 +181,7 @@ def tensors_of(results: Any) -> tuple[Tensor, ...]:
 
 
 def pattern_of(results: Any) -> tuple[bool, ...] | None:
-    """Which results are tensors; None for one that isn't in a tuple."""
+    """Flags of results that are tensors; None for a single result."""
     return tuple(item is not None for item in results) if isinstance(results, tuple) else None
 
 

@@ -65,7 +65,7 @@ _CALLS: list[CustomCall] = []
 
 
 def place_of(call: CustomCall) -> ProcessNumber:
-    """Where an equal call lies in the table, from now on."""
+    """Number of an equal call in the table, which gets one if it has none."""
     for place, known in enumerate(_CALLS):
         if (known.identity, known.digest) == (call.identity, call.digest):
             return ProcessNumber(place)

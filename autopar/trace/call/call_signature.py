@@ -407,10 +407,10 @@ def _named_loss(output: Any) -> Any:
 def split_for_loss(
     model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
-    """Which arguments are the model's and which go to `loss_fn(output, ...)`.
+    """Split arguments into the model's and those of `loss_fn(output, ...)`.
 
-    `loss_fn` takes the last positional arguments, as many as it requires after the output, and the
-    keyword arguments that the model's forward does not know.
+    `loss_fn` takes the last positional arguments, as many as it requires after the output, and the keyword
+    arguments that the model's forward does not know.
     """
     if loss_fn is None:
         return args, kwargs, (), {}

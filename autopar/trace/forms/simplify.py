@@ -88,7 +88,7 @@ def without_gradients(graph: Graph) -> Graph:
 
 
 def no_loss() -> InputError:
-    """Why a model without a loss can't be trained by steps."""
+    """The error that a model without a loss can't be trained by steps."""
     return InputError(
         where="loss",
         found="none in the output of the model",

@@ -127,6 +127,6 @@ class _Code:
         return {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")}
 
     def line(self, place: int) -> int | None:
-        """Where a step is in its file."""
+        """Line of a step in its file."""
         positions = self.steps[place].positions
         return positions.lineno if positions else None

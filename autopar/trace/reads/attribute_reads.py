@@ -196,5 +196,5 @@ def recording() -> Iterator[Reads]:
 
 
 def current() -> Reads:
-    """Where reads are recorded for whoever records, if anybody does."""
+    """The current record of reads, or one that is thrown away."""
     return _current.get() or Reads(keeps=False)

@@ -132,7 +132,8 @@ class _Unsorting:
         return Instance(item, self.specs).arguments.get("out_dtype") is None
 
     def row_by_row(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
-        """Relation after an operator on single rows of one order, beside operands that are equal for all rows."""
+        """Relation after an operator on single rows of one order; its other operands are equal for all
+        rows."""
         sorts = {mark.by for mark in given if mark}
         if len(sorts) > 1 or any(mark.order is not Order.ROWS for mark in given if mark):
             return None

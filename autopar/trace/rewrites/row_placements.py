@@ -34,7 +34,8 @@ class PlacementReader:
         self._specs, self._fixed, self._value, self._rows = specs, fixed, value, rows
 
     def read(self, item: Operator) -> tuple[list[Operator], RowPlacement | None]:
-        """Which rows an operator places where, if constants say so, and what makes these rows."""
+        """Read the row placement that an operator does, if constants say which, and operators that make its
+        rows."""
         match item.target:
             case aten.scatter_add.default:
                 return [], self._scattered(item, "sum", includes=True)

@@ -79,7 +79,7 @@ class _Sorting:
         return self.orders[tied]
 
     def ordered_places(self, index: str, order: Tensor | None) -> Tensor:
-        """Where rows are placed in a tensor whose own rows are put in an order."""
+        """Places of rows in a tensor that is put in another order."""
         places = self.value(index)
         return places if order is None else torch.argsort(order)[places]
 

@@ -90,7 +90,8 @@ class InPlaceWrites:
         return value.name
 
     def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
-        """From here on `written` means `name`; what a view is of has `name` in the view's place."""
+        """Let `written` mean `name` from here on; tensors that it is a view of get `name` in the view's
+        place."""
         chain = [written]  # [written, what it is a view of, ..., the tensor that owns the memory]
         while (base := self._graph.viewed(chain[-1])) is not None:
             chain.append(base)
