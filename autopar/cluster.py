@@ -410,7 +410,7 @@ def _read_link(name: str, table: Mapping[str, object], devices: int, wrong: list
 def _read_device(
     table: Mapping[str, object], values: Mapping[str, Any], wrong: list[InputError]
 ) -> dict[str, Any]:
-    """What a table [device] says: the description, and memory where [cluster] doesn't say it."""
+    """Read a table [device]: the description, and the memory if [cluster] doesn't give it."""
     found = read_table("device", table, DEVICE_KEYS, wrong)
     missing = [key for key in ("flops", "bandwidth") if key not in table]
     wrong += [violation(f"device.{key}", "nothing", f"the device's {key}") for key in missing]

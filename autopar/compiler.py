@@ -139,7 +139,7 @@ class Compiler(Planner):
         return None
 
     def _request(self, pinned: PinnedLayouts | None, *, training: bool, step: bool) -> Request:
-        """What is asked of the search for one kind of call."""
+        """Request to the search for one kind of call."""
         request = replace(self.request, training=training)
         if pinned is not None:
             request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)

@@ -98,7 +98,7 @@ def _answer(words: Sequence[str]) -> CommandOutput:
 
 
 def _remedy(cause: Any) -> str | None:
-    """What to add where a command line lacks what every first one needs."""
+    """Remedy for a command line without an argument that every first one needs; None if none helps."""
     missing = getattr(getattr(cause, "param", None), "name", None)
     if type(cause).__name__ == "MissingParameter" and missing == "cluster":
         return "add --cluster local:2, two processes of this machine, or a file that describes devices"

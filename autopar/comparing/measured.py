@@ -272,7 +272,7 @@ def _backward(output: Any) -> None:
 
 
 def _by_steps(plan: Plan) -> bool:
-    """Whether the plan is one for `train_step`."""
+    """Whether the plan trains through `train_step`."""
     return plan.pipeline.is_staged or plan.pipeline.micro_batches > 1
 
 

@@ -167,7 +167,7 @@ def micro_batches_per_round(ranks: int, micro_batches: int) -> int:
 
 
 def _broken(kind: ScheduleKind, ranks: int, stages: int, micro: int) -> Iterator[tuple[str, str, str]]:
-    """What was found, what is wanted and the remedy, for each broken rule; `stages` are a rank's."""
+    """Found, wanted and remedy of each broken rule; `stages` are a rank's."""
     counts = {"rank": ranks, "stage per rank": stages, "micro-batch": micro}
     if small := [_count(number, name) for name, number in counts.items() if number < 1]:
         yield ", ".join(small), "at least 1 of each", "give whole numbers from 1"

@@ -64,7 +64,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _parsed(parse: Callable[[], Tree]) -> Tree:
-    """What `parse` gives, unless it is too deep, or has a number that is too long."""
+    """Result of `parse`; raises ValueError if the text is nested too deeply or has a number that is too
+    long."""
     try:
         tree = parse()
     except RecursionError as cause:

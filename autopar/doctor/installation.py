@@ -74,7 +74,7 @@ def _libraries() -> Finding:
 
 
 def _solver() -> Finding:
-    """Whether the solver finds that 3 coins of 2 are the fewest that pay 5."""
+    """Finding that the solver works: it must find that 3 coins of 2 are the fewest that pay 5."""
     program = LinearProgram()
     coins = program.variable(1.0, integer=True)
     program.at_least([(2.0, coins)], 5.0)

@@ -68,7 +68,7 @@ def _network_remedy(cluster: ClusterSpec) -> str:
 
 
 def _versions(name: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Nothing where one rank alone can differ from nobody."""
+    """Findings about versions that differ between ranks; none for a single rank."""
     counts = Counter(getattr(each, name) for each in ranks)
     if len(counts) > 1:
         (common, _), *_ = counts.most_common()

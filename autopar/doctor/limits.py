@@ -69,5 +69,5 @@ def _text(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> int | None:
-    """None where nothing is limited: `max` in version 2, -1 in version 1."""
+    """The limit as a number; None for no limit: `max` in version 2, -1 in version 1."""
     return int(text) if text and text.isdecimal() else None

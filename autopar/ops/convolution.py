@@ -34,7 +34,7 @@ _SPACE = "dhw"
 
 
 class _AnyConvolution(Rule):
-    """What both directions share; `transposed` is the only difference in the equation."""
+    """Rules for both directions of convolution; `transposed` is the only difference in the equation."""
 
     transposed = False
 

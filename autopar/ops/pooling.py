@@ -32,7 +32,7 @@ _SPACE = "dhw"
 
 
 class _Pooling(Rule):
-    """What all pooling shares: n and c free, each spatial dim with a window or whole."""
+    """Rules for all pooling: n and c free, each spatial dim with a window or whole."""
 
     fill = 0.0
     linear: tuple[frozenset[int], ...] = ()

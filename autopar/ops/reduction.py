@@ -39,7 +39,7 @@ def labels_of(op: Instance) -> tuple[Labels, Labels]:
 
 
 class _Adding(Rule):
-    """What sum and mean share."""
+    """Rules for sum and mean."""
 
     def equation(self, op: Instance) -> Equation:
         labels, result = labels_of(op)

@@ -375,7 +375,7 @@ def _noted(plan: Plan, note: str | None) -> Plan:
 
 
 def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bool, str | None]:
-    """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
+    """Whether the number of micro-batches stays 1 where it is to be chosen, and the plan's note on that."""
     if micro_batches is not None or parts.is_exact:
         return False, None
     if parts.whole.decided_by is not None:

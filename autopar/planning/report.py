@@ -197,7 +197,7 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 
 
 def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
-    """What gradients are summed in that aren't summed in float32."""
+    """Note on the dtype in which gradients are summed, if not float32."""
     if program.reduce is Precision.FP32:
         return ()
     word = program.reduce.value
@@ -211,7 +211,7 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
-    """What the user's own checkpoints cost, and what the gap of a plan with stages covers."""
+    """Notes on the cost of the user's own checkpoints, and on the scope of the gap with stages."""
     counted: tuple[str, ...] = ()
     if request.relay:
         return ("the stages run one after the other; bytes are those of all of them together",)

@@ -306,8 +306,8 @@ def _too_late(problem: MeshProblem) -> SolverError:
 
 
 def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError | SolverError:
-    """What all meshes' failures come to: not infeasible while one was not solved in time or left at its
-    bound, and else that of the mesh on which least memory is known to do."""
+    """The error that stands for all meshes' failures. It isn't infeasible while one mesh was not solved in
+    time or left out by its bound; else it is that of the mesh on which least memory is known to do."""
     open_ends = [error for error in failures if isinstance(error, SolverError | CutoffError)]
     if open_ends:
         return min(open_ends, key=lambda error: isinstance(error, CutoffError))

@@ -403,7 +403,8 @@ def _check_micro_batches(target: Target, count: int, said: Said | None, static: 
 def _failure(
     target: Target, model: nn.Module, arguments: Arguments, tensors: Sequence[Tensor], number: int = 0
 ) -> Exception | None:
-    """What the eager `model`, or the loss, raises for micro-batch `number`."""
+    """The error that the eager `model`, or the loss, raises for micro-batch `number`; None if it raises
+    none."""
     torch.manual_seed(seed(0, number))
     try:
         with raised_eager({}):

@@ -256,7 +256,7 @@ def _call(
     autocast: Autocast,
     tensors: Sequence[Tensor],
 ) -> Any:
-    """What the eager model gives under autocast, or its loss."""
+    """Output of the eager model under autocast, or its loss."""
     args, kwargs = traced.arguments.rebuild(tuple(map(_fresh, tensors)))
     args, kwargs, loss_args, loss_kwargs = split_for_loss(model, loss_fn, args, kwargs)
     with torch.autocast(autocast.device, autocast.dtype):

@@ -78,7 +78,7 @@ def _run(
 
 
 def _constants(program: HasGraph) -> Mapping[str, Tensor]:
-    """What a rank's program holds from the start."""
+    """Tensors that a rank's program holds from the start."""
     assert isinstance(program, RankProgram), "a module takes all that it holds as its inputs"
     return program.constants
 

@@ -141,7 +141,7 @@ class GraphEmitter:
 
 
 def _by_pattern(call: Call, strides: Sequence[tuple[int, ...]]) -> Any:
-    """What a call of contiguous operands gives, if it follows from calls of other sizes; else None."""
+    """Result of a call of contiguous operands, if it follows from calls of other sizes; else None."""
     pattern = pattern_of(call)
     if pattern is None or not all(map(_contiguous, _operands(call), strides)):
         return None
@@ -162,7 +162,7 @@ def _by_pattern(call: Call, strides: Sequence[tuple[int, ...]]) -> Any:
 
 
 def _learned(pattern: SizePattern) -> tuple[Any, ResultShapes] | None:
-    """What calls of a pattern give at all sizes, contiguous tensors; None if sizes matter."""
+    """Result of a pattern's calls at all sizes, contiguous tensors; None if sizes matter."""
     found = []
     for call in pattern.probes():
         try:
@@ -221,7 +221,7 @@ def _longer(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _ambient() -> tuple[Any, ...]:
-    """What results depend on beside the call."""
+    """Torch's state on which results depend beside the call."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
 
 

@@ -101,7 +101,7 @@ def _places(nodes: Sequence[fx.Node], may: set[fx.Node]) -> dict[fx.Node, list[f
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether it takes a while: an operator that isn't ours, and makes something."""
+    """Whether a node computes for a while: an operator that isn't autopar's, and no view."""
     target: Any = node.target
     if node.op != "call_function" or getattr(target, "namespace", registry.NAMESPACE) == registry.NAMESPACE:
         return False

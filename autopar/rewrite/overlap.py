@@ -113,7 +113,7 @@ def room_of(cap: int | None, peak_bytes: float) -> float:
 
 
 def _leads(node: fx.Node, names: Collection[str]) -> bool:
-    """Whether it gathers a placeholder of one of these names, or its cast."""
+    """Whether a node gathers a placeholder of one of these names, or its cast."""
     if node.op != "call_function" or node.target not in _HALVED:
         return False
     weight = _weight(node)
@@ -121,7 +121,7 @@ def _leads(node: fx.Node, names: Collection[str]) -> bool:
 
 
 def _weight(gather: fx.Node) -> fx.Node:
-    """What is gathered, before it is cast."""
+    """The gathered weight, before its cast."""
     source: Any = gather.args[0]
     weight: fx.Node = source.args[0] if _is_cast(source) else source
     return weight
@@ -147,7 +147,7 @@ def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node
 
 
 def _bytes(group: Sequence[fx.Node], weights: Mapping[str, TensorSpec]) -> float:
-    """What a group takes before it is needed: full tensors, and casts of shards, of the largest ones."""
+    """Bytes of a group before it is needed: full tensors, and casts of shards, of the largest ones."""
     return sum(_bytes_of(node, weights[str(_weight(node).target)]) for node in group)
 
 

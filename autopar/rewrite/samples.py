@@ -99,6 +99,6 @@ def _cover(spans: list[range]) -> range:
 
 
 def _is_exact(part: Part, rows: range) -> bool:
-    """Whether the part is all of `rows`, and nothing but them."""
+    """Whether the part is exactly `rows`."""
     within = part.within(rows)
     return within is not None and within.is_whole

@@ -75,7 +75,7 @@ def proved(schedule: Schedule, rank: int) -> Mapping[Message, tuple[Message, ...
 
 @lru_cache(maxsize=256)
 def _traffic(schedule: Schedule, rank: int) -> tuple[Traffic, Traffic]:
-    """What a rank sends to each other one, after which place in its order, and what it takes, at which."""
+    """Messages between a rank and each other one, with their places in the rank's order of actions."""
     sends: Traffic = {}
     takes: Traffic = {}
     for place, slot in enumerate(schedule.orders[rank]):

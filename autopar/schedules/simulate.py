@@ -209,7 +209,7 @@ def _needs(action: Action, schedule: Schedule) -> list[Action]:
 
 
 def _result(action: Action) -> Action:
-    """What others wait for: of a whole backward, its gradients of inputs."""
+    """Action for whose result others wait: of a whole backward, its input gradient."""
     whole = action.kind is BACKWARD
     return Action(action.stage, INPUT_GRADIENT, action.micro_batch) if whole else action
 

@@ -59,7 +59,7 @@ def samples_elsewhere(graph: Graph, dims: Dims) -> tuple[GraphInput, int] | None
 
 
 def _roles_of_outputs(graph: Graph, dims: Dims, item: GraphInput, dim: int) -> set[Role]:
-    """What outputs are to the rows of a dim of an input; nothing for a dim that weights have too."""
+    """Roles of outputs with regard to an input dim's rows; none for a dim that weights have too."""
     loop = dims.atoms.components[(item.name, dim, 0)]
     if dims.is_weight(loop) or item.spec.shape[dim] < 2:
         return set()
@@ -68,7 +68,7 @@ def _roles_of_outputs(graph: Graph, dims: Dims, item: GraphInput, dim: int) -> s
 
 
 def _is_normalised(flow: SampleFlow) -> bool:
-    """Whether the samples are in dim 0 of what batch norms take, as they say they should be."""
+    """Whether the samples are in dim 0 of all operands of batch norms, as the user says."""
     return all(any(place.dim == 0 for place in flow.places(item.operands[0])) for item in flow.statistics)
 
 

@@ -253,7 +253,7 @@ class SampleFlow:
         return made.numel() == 0 or bool((made == made.flatten()[0]).all())
 
     def _sorted(self, item: Operator, given: Sequence[SampleValue]) -> list[SampleValue] | None:
-        """What becomes of rows that are sorted here, or were; None where there are none."""
+        """Values after an operator that sorts rows or keeps them sorted; None if it does neither."""
         marks, known = [_told(value) for value in given], self.sorted_rows
         if not any(marks):
             keys = given[known.place_of_keys(item) or 0] if given else None
@@ -296,7 +296,7 @@ class SampleFlow:
         return SampleValue(Role.SORTED if mark else Role.MIXED, item, sorted=mark)
 
     def _row_by_row(self, item: Operator, marks: Sequence[SortingRelation | None]) -> SortingRelation | None:
-        """What an operator makes of sorted rows, and of what is the same for all, each for itself."""
+        """Relation after an operator on single sorted rows, beside operands that are the same for all."""
         sorts = {mark.by for mark in marks if mark}
         rows = {place for place, mark in enumerate(marks) if mark}
         if len(sorts) > 1 or any(mark.order not in (Order.ROWS, Order.KEYS) for mark in marks if mark):
@@ -313,7 +313,7 @@ class SampleFlow:
         )
 
     def _in_front(self, option: Option) -> bool:
-        """Whether what is sharded of the results is their first dim."""
+        """Whether an option shards the first dim of every result."""
         return all(isinstance(each, Shard) and each.dim == 0 for each in option.results)
 
     def _is_outermost(self, name: str) -> bool:
@@ -321,7 +321,8 @@ class SampleFlow:
         return list(self.places(name)) == [Shard(0, 0)]
 
     def _join_own_rows(self) -> None:
-        """What is indexed by the numbers of the samples holds a row for each."""
+        """Add to the batch the dims that are indexed by the samples' numbers: they hold a row for each
+        sample."""
         for item in reversed(self.graph.operators):
             own = self._numbered(item)
             if own is not None and any(True for _ in self.places(item.operands[1 + own[1]])):
@@ -359,7 +360,7 @@ class SampleFlow:
         return self._of_rows(item, given, rows)
 
     def _scaled(self, item: Operator, given: Sequence[SampleValue]) -> SampleValue | None:
-        """What becomes of rows or a sum that are divided or multiplied by a count of the batch."""
+        """Value of rows or a sum that are divided or multiplied by a count of the batch; None otherwise."""
         facts = facts_of(item.target)
         if not (facts.multiplies or facts.divides) or len(given) != 2:
             return None
@@ -437,7 +438,7 @@ class SampleFlow:
         return None
 
     def _is_trusted(self, item: Operator, rows: set[int]) -> bool:
-        """Whether the results may be taken for rows in the dim of the first rows that the operator takes."""
+        """Whether the results may be taken for rows, in the dim of the operator's first operand with rows."""
         first = item.operands[min(rows)]
         (place,) = self.places(first)
         size = self.graph.specs[first].shape[place.dim]
@@ -450,7 +451,7 @@ class SampleFlow:
         return True
 
     def _reads_position(self, item: Operator, option: Option) -> bool:
-        """Whether what a row becomes depends on its place among the others, as a causal query's does."""
+        """Whether a row's result depends on its position, as a causal query's does."""
         instance = Instance(item, self.dims.graph.specs)
         return rule_of(item).reads_position(instance, option.factor.split(".")[0])
 
@@ -462,7 +463,7 @@ class SampleFlow:
         return equation.kind(option.factor.split(".")[0])
 
     def _reduced(self, item: Operator, given: Sequence[SampleValue], scale: Scale | None) -> SampleValue:
-        """What an operator makes that adds up over samples."""
+        """Value of an operator's result that adds up over samples."""
         facts = facts_of(item.target)
         if facts.sum_of == len(item.operands):
             return SampleValue(Role.SUM, item, scale=scale)
@@ -482,7 +483,7 @@ class SampleFlow:
 
 
 def _told(value: SampleValue) -> SortingRelation | None:
-    """What a tensor tells of sorted rows."""
+    """Relation of a tensor to sorted rows; None if it has none to their order."""
     return None if value.sorted and value.sorted.order is Order.NOTHING else value.sorted
 
 

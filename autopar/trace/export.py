@@ -118,9 +118,9 @@ class Traced:
 
 
 class _ForwardFindings(NamedTuple):
-    """What forward shows beside its tensors: which is the loss, the refusals of those at the end, which it
-    leaves somewhere, what a plan says of that, a line where values of inputs decide, and what forward
-    changes once outside."""
+    """Findings of forward beside its tensors: the loss's position, refusals of tensors that it leaves
+    somewhere, notes of a plan on that, a line where values of inputs decide, and changes that it makes once
+    outside."""
 
     results: Results
     loss_index: int | None
@@ -218,7 +218,7 @@ class _FlatModel(nn.Module):
     def _output(
         self, called: tuple[tuple[Any, ...], dict[str, Any]], fakes: dict[int, torch.Tensor], reads: Reads
     ) -> Any:
-        """What the model gives for a call, its loss, or both."""
+        """Output of the model for a call, its loss, or both."""
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, *called)
         by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
         self.enter(FORWARD)

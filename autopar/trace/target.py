@@ -151,7 +151,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def _remedy(text: str) -> str:
-    """What to write in the place of a TARGET that names no function."""
+    """Remedy for a TARGET that names no function."""
     file = text.rstrip(":")
     if file.endswith(".json"):
         return "name the function that the plan was made for; autopar show and report take saved plans"

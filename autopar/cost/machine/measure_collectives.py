@@ -123,7 +123,7 @@ def _exchange(span: Span, kind: Collective, nbytes: int) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _RankWork:
-    """What a rank computes between two exchanges."""
+    """Computation of a rank between two exchanges."""
 
     factor: Tensor = field(default_factory=lambda: torch.randn(PRODUCT_ROWS, PRODUCT_ROWS))
     numbers: Tensor = field(default_factory=lambda: torch.zeros(PASS_NUMBERS))

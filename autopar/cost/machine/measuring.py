@@ -171,7 +171,7 @@ def measure_portion(calls: Sequence[Call], threads: int, device: str) -> dict[st
 def _scaled(
     timed: Mapping[str, Measurement], first: Mapping[str, Measurement], calls: Iterable[Call]
 ) -> dict[str, Measurement]:
-    """What was timed as it was when yardsticks took what they took `first`."""
+    """Measurements scaled to the pace at which yardsticks ran `first`."""
     product, memory = (
         first[key].forward_seconds / timed[key].forward_seconds for key in (each.key() for each in YARDSTICKS)
     )

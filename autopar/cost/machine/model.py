@@ -163,8 +163,7 @@ class CostModel:
 
 
 def _of_gpus(cluster: ClusterSpec, database: Database | None, *, device_files: bool) -> CostModel:
-    """What is known of GPUs: what their device file says, and of those that are here what the database
-    does."""
+    """Cost model of GPUs: by their device file, and for those that are here by the database."""
     by_hand = cluster.described
     device = described(cluster.device, by_hand) if by_hand else device_model(cluster.device, database)
     filed = device_files and not by_hand

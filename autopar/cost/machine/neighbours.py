@@ -82,7 +82,7 @@ class Neighbours:
         return sorted(near, key=lambda member: member[:2])[:NEAREST]
 
     def _ratio_of(self, call: Call, sizes: Sizes, measurement: Measurement) -> Ratio | None:
-        """What the neighbour of a call took by what it was estimated to; None if it has no estimate."""
+        """Measured over estimated seconds of a call's neighbour; None if it has no estimate."""
         if measurement.key not in self._known:
             try:
                 guess = estimate(resized(call, sizes), self.device)

@@ -97,7 +97,7 @@ def read_call(call: Call, kind: str) -> OperatorCalls:
 def _memory_of(
     call: Call, kind: str, places: Sequence[int | None], gives: Sequence[CallResult]
 ) -> CallMemory:
-    """What a local call does to memory, on operands at these places, None of what is held from the start."""
+    """Memory of a local call on operands at these places, None for those that are held from the start."""
     found, both = footprint(call, kind), passes(call, kind)
     made = [each.value for each in gives]
     saves = {taken for place in found.saved.operands if (taken := places[place]) is not None}

@@ -85,7 +85,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class _HeldBytes:
-    """What a rank's program holds for an operator from the start, in bytes, and which operands it reads."""
+    """Bytes that a rank's program holds for an operator from the start, and the operands that it reads."""
 
     parts: Mapping[object, int]
     reads: frozenset[str]
@@ -93,8 +93,9 @@ class _HeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class _RuleWork:
-    """What a rule writes for a rank: the costs of its calls, those that may be products, those that can be
-    measured, seconds of exchanges within, those that recomputing repeats, what it saves and takes."""
+    """Result of a rule for a rank: costs of its calls, those that may be products, those that can be
+    measured, seconds of exchanges within, seconds that recomputing repeats, and tensors that it saves and
+    takes."""
 
     costs: tuple[OperatorCost, ...]
     products: tuple[Call, ...]
@@ -173,7 +174,7 @@ class Prices(TensorPrices):
         return self._numbers[operation.name]
 
     def _traits(self, operation: Operator) -> tuple[Any, ...]:
-        """What an operator's price depends on, beside its strategy and the values of constants."""
+        """Traits on which an operator's price depends, beside its strategy and the values of constants."""
         sign, own = sign_of(operation, self.dims), self._own(operation)
         return sign, operation.order, own, self._member(operation)
 
@@ -336,7 +337,7 @@ class Prices(TensorPrices):
         return self._held[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
-        """What the operator's rule writes for the rank that is priced, its operands and results."""
+        """Calls that the operator's rule writes for the priced rank, its operands and its results."""
         emitter, place = GraphEmitter(runs=False), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
@@ -584,7 +585,8 @@ class Prices(TensorPrices):
         return self._around() + 2 * copied / self.device.bandwidth + seconds
 
     def _around(self) -> float:
-        """What an operator takes that cuts, exchanges and adds rows or sums, beside these exchanges, one way.
+        """Seconds of a rule's Python code that cuts, exchanges and adds rows or sums, beside the exchanges
+        themselves.
 
         It is written in Python: of convolutions and batch norms of a few numbers over two processes 0.2 to
         0.3 ms each way, where a launch took 2.2 us. A GPU's host runs ahead, and its kernels count.

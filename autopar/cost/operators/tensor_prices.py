@@ -182,7 +182,7 @@ class TensorPrices:
         return self._moves[key]
 
     def _apart(self, action: MoveAction, nbytes: int) -> float:
-        """What kernels write and read around a move between members of a group."""
+        """Seconds of kernels that write and read around a move between members of a group."""
         return 0.0 if action is MoveAction.NOTHING else self._copy(nbytes)
 
     def _parts_group(self, name: str) -> bool:
@@ -295,10 +295,10 @@ class TensorPrices:
                 return self._collective(_COLLECTIVE[action], nbytes, (axis,))
 
     def _fresh(self, nbytes: int) -> float:
-        """What a weight costs that has no memory of its own, beside one that stays: its pages, each time.
+        """Seconds to touch fresh pages of a weight that has no memory of its own; 0 on a GPU.
 
-        With glibc's default settings fresh pages for 16.8 MB took 12 ms, and none with raised thresholds;
-        a copy takes 3. A GPU's memory is torch's, which keeps it.
+        With glibc's default settings fresh pages for 16.8 MB took 12 ms, and none with raised thresholds; a
+        copy takes 3. A GPU's memory is torch's, which keeps it.
         """
         return self._copy(nbytes) if self.device.kind == "cpu" else 0.0
 

@@ -202,7 +202,7 @@ def intervals(
 
 
 def _host_seconds(prices: Prices) -> float:
-    """What a second of Python counts: with a GPU, whose kernels run beside it, nothing."""
+    """Weight of a second of Python: 0 with a GPU, whose kernels run beside it."""
     return prices.model.contention if prices.device.kind == "cpu" else 0.0
 
 
@@ -326,8 +326,8 @@ def sizes_of(priced: PricedProgram) -> BucketSizes:
 
 
 def _summing(buckets: Table, saved: Table, sizes: BucketSizes) -> Table:
-    """What is there beside gradients when a bucket is put together. All but the last are full and come
-    evenly: the bucket, and what the operators keep whose gradients are still to come."""
+    """Bytes beside gradients when a bucket is put together. All but the last bucket are full, and spread
+    evenly: the bucket, and the tensors saved by operators whose gradients are still to come."""
     behind = np.minimum(1.0, BUCKET_BYTES / np.maximum(buckets, 1.0))
     return np.minimum(buckets, sizes.full + sizes.alone) + (1.0 - behind) * saved
 

@@ -58,7 +58,7 @@ def state_of(optimizer: OptimizerLike) -> OptimizerState:
 
 
 def _as_made(optimizer: Optimizer, group: Mapping[str, Any]) -> Factory:
-    """What makes another optimizer like this group of a given one."""
+    """A factory of optimizers like this group of a given one."""
     accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params", *_KERNELS}
     return partial(type(optimizer), **{name: value for name, value in group.items() if name in accepted})
 
@@ -75,7 +75,7 @@ def _measure(make: Factory, name: str) -> OptimizerState:
 
 
 def _state_of(make: Factory, name: str, shape: tuple[int, ...]) -> OptimizerState:
-    """What is kept after a step on a weight of this shape."""
+    """State sizes of an optimizer after a step on a weight of this shape."""
     weight = torch.nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)
     try:

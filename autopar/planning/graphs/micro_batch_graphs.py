@@ -158,7 +158,7 @@ def _unlike(difference: str, count: int) -> InputError:
 
 
 def _notes(cutting: Cutting) -> tuple[str, ...]:
-    """What a plan with micro-batches says of its loss."""
+    """Notes on the loss in a plan with micro-batches."""
     weighed = (WEIGHED,) if cutting.count is not None else ()
     match cutting.change, cutting.by_statistics:
         case None, _:
@@ -432,7 +432,8 @@ def count_of(graph: Graph, call: Arguments, scale: Scale) -> Count:
 
 
 def _kept_labels(item: Operator, graph: Graph) -> tuple[tuple[Operator, ...], str]:
-    """What a mean over labels divides by: the weights of their classes, or 1 each, but for ignored ones."""
+    """Operators whose result a mean over labels divides by: weights of labels' classes, or 1 each, without
+    ignored labels."""
     given = {argument.name: argument.default_value for argument in item.target._schema.arguments}
     given |= arguments_of(item)
     labels, weight = Ref(item.operands[1]), given.get("weight")

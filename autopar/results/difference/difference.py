@@ -140,7 +140,7 @@ def _changed(before: Layer, after: Layer) -> LayerChanged:
 
 
 def _settings(before: Plan, after: Plan) -> Iterator[Changed]:
-    """What differs in what the plans are for and how their programs run."""
+    """Settings that differ between plans."""
     for what, first, second in zip(_WHAT, _set(before), _set(after), strict=True):
         if first != second:
             yield Changed(what, first, second)

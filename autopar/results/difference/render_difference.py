@@ -91,7 +91,7 @@ def _layers(found: Difference) -> Iterator[RenderableType]:
 
 
 def _is_light(layer: LayerChanged, found: Difference) -> bool:
-    """Whether what changes for an operator is as little as that of those that a plan sums up."""
+    """Whether an operator changes as little as those that a plan sums up."""
     seconds = abs(layer.compute) + abs(layer.communication)
     return seconds < LIGHT * max(found.steps) and abs(layer.saved) < LIGHT * max(found.peaks)
 

@@ -59,7 +59,7 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
 
 
 def _legend(found: Explanation) -> RenderableType:
-    """What the words of the tables mean."""
+    """Legend of the tables' words."""
     choices = [choice for layer in found.layers for choice in (layer.chosen, *layer.others)]
     words = [*legend(choices), SAVED, ("step", "of the whole model, with all else chosen anew")]
     words.append(("gap", "how much less, of that step, the best such plan may take"))

@@ -78,7 +78,7 @@ def _faulty(path: str | Path, kind: type, faults: list[str]) -> InputError:
 
 
 def _fault(cause: BaseException, kind: type | None) -> str:
-    """What is wrong with one field."""
+    """Fault of one field, in words."""
     match cause:
         case AutoparError():
             return f"{cause.found}, where {cause.wanted} is wanted"

@@ -236,5 +236,5 @@ class Plan:
         return text_of(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the key figures."""
+        """HTML of the key figures, for a notebook."""
         return html_of(self)

@@ -245,7 +245,7 @@ def reason_of(item: Alternative, plan: Plan) -> str:
 
 
 def _frontier(plan: Plan) -> list[RenderableType]:
-    """What less memory would cost."""
+    """The step's seconds with less memory."""
     frontier = plan.frontier
     if frontier is None or not frontier.points:
         return []

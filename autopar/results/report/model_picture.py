@@ -84,7 +84,7 @@ def _block(block: RepeatedRows, layers: Sequence[Numbered]) -> Iterator[Line]:
 
 
 def _row(layer: Layer) -> TableRow:
-    """What equal layers have in common, in words."""
+    """Row of the table that equal layers share."""
     costs = show_seconds(layer.compute), show_seconds(layer.communication), show_bytes(layer.nbytes)
     return TableRow(layer.module or layer.name, (operator_name(layer.op), *splits_of(layer), *costs))
 

@@ -96,7 +96,7 @@ def write_page(plan: Plan, path: Path, beside: PageSupplements = NOTHING) -> Wri
 
 
 def _missing(plan: Plan, beside: PageSupplements) -> Iterator[str]:
-    """What the page can't show, and how it can."""
+    """Sections that the page lacks, and how to get them."""
     if beside.timeline is None:
         yield "Time and memory during the step: the plan's file is older than these; plan again."
     if beside.frontier is None or not beside.frontier.points:
@@ -111,7 +111,7 @@ def _missing(plan: Plan, beside: PageSupplements) -> Iterator[str]:
 
 
 def _trust(plan: Plan) -> list[str]:
-    """What may be trusted, in one sentence."""
+    """The plan's trust in one sentence."""
     lines = [line.removeprefix("trust").strip() for line in trust_lines(plan)]
     return ["; ".join(line.rstrip(";") for line in lines)]
 

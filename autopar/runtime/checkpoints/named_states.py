@@ -150,7 +150,7 @@ def _set_model(
 
 
 def _from_rank_0(value: Any, device: torch.device) -> Any:
-    """What rank 0 has, on all ranks; a collective."""
+    """Rank 0's value on all ranks; a collective."""
     described = [mapped(value, None, lambda item, _: item.to("meta"))]
     dist.broadcast_object_list(described, src=0, device=device)
 

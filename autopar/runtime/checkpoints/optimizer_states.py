@@ -153,7 +153,7 @@ def serial_groups(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> Optimize
 
 
 def _exchanged(mine: Any) -> list[Any]:
-    """What each rank of the world has, on all ranks."""
+    """Objects of all ranks of the world, on all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     return everywhere

@@ -143,7 +143,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """What a graph calls: `count` is the number of elements of a channel over all ranks.
+    """Batch norm as graphs call it: `count` is the number of elements of a channel over all ranks.
 
     The running buffers, where given, take the global moments, the variance as count / (count - 1).
     """

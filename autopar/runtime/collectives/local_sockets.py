@@ -274,7 +274,7 @@ def _unmet(missing: Sequence[RankProcess], seconds: float) -> PeerError:
 
 
 def _hear(stream: socket.socket, count: int) -> bytes:
-    """What has come, at most `count` bytes; nothing at the end of a stream."""
+    """Bytes that have come, at most `count`; empty at the end of a stream."""
     try:
         return stream.recv(count)
     except OSError:  # it broke off

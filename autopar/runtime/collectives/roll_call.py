@@ -205,7 +205,7 @@ class RollCall:
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
 
     def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, CollectiveCall]]]:
-        """What the other ranks have told of themselves, and their last calls by number."""
+        """Reports of the other ranks, and their last calls by number."""
         found = {}
         for rank in range(self._size):
             key = KEY.format(rank=rank)

@@ -122,7 +122,7 @@ def unlike(statements: Sequence[Statement], where: str) -> InputError:
 
 
 def _difference(statements: Sequence[Statement]) -> tuple[str, str, str]:
-    """What differs first, what to do, and where ranks are."""
+    """First difference between statements: its name, the remedy, and the ranks' positions."""
     for parts in zip_longest(*(each.parts for each in statements)):
         pair = _odd([part and (part.name, part.digest) for part in parts])
         if pair is not None and all(part is not None for part in parts):

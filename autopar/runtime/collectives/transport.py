@@ -308,7 +308,7 @@ def all_to_all(
 
 
 def _all_to_all(x: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], group: str) -> Tensor:
-    """What the others have for us, flat; `sizes` in elements."""
+    """Data of the other ranks for this one, flat; `sizes` in elements."""
     received, process_group = x.new_empty(sum(sizes)), groups.group(group)
     if x.is_cpu and groups.wires(process_group):
         slots, me = torch.split(received, list(sizes)), groups.index(group)

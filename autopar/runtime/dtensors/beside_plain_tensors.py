@@ -182,7 +182,8 @@ def _property(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a plain tensor that torch doesn't take, or whose gradient would be none."""
+    """Whether a value is a plain tensor that torch doesn't take beside DTensors, or whose gradient would be
+    lost."""
     wants_gradient = torch.is_grad_enabled() and type(value) in _PLAIN and value.requires_grad
     return type(value) in _PLAIN and (value.numel() != 1 or wants_gradient)
 
@@ -222,7 +223,7 @@ def _replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def _obstacles(mesh: DeviceMesh) -> list[str]:
-    """What stands against plain tensors beside those of each module on such a mesh; none for other meshes."""
+    """Reasons why plain tensors don't fit beside those of each module on such a mesh; none for others."""
     return [item.obstacle for item in _known if item.mesh == mesh and item.owner() is not None]
 
 

@@ -291,7 +291,7 @@ def _made_whole(argument: Any) -> Any:
 
 
 def _has_empty_part(spec: DTensorSpec) -> bool:
-    """Whether some part is empty: of chunks of chunks the last is the least."""
+    """Whether some rank's part is empty: of chunks of chunks the last is the smallest."""
     least = list(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):

@@ -65,7 +65,7 @@ _VIEW = "_autopar_view"
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a DTensor is a gathered part of: the result `number` of a function of `base`."""
+    """Origin of a gathered part of a DTensor: the result `number` of a function of `base`."""
 
     base: DTensor
     function: Callable[..., Any]

@@ -65,7 +65,7 @@ def made_before(error: BaseException, program: fx.GraphModule, count: int) -> li
 def _value(
     node: fx.Node, program: fx.GraphModule, held: Mapping[CodeType, Mapping[str, Any]]
 ) -> Tensor | None:
-    """What a node was when the program raised, perhaps inside a part that is recomputed in backward."""
+    """Value of a node when the program raised, perhaps inside a part that is recomputed in backward."""
     value = held.get(type(program).forward.__code__, {}).get(node.name)
     if value is not None or node.target is not operator.getitem:
         return cast("Tensor | None", value)

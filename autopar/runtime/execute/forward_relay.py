@@ -73,7 +73,7 @@ class Relay:
             stage.untie()
 
     def _run(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """What this rank's latest stage gives: on the last stage's rank the outputs."""
+        """Results of this rank's last stage: on the last stage's rank the outputs."""
         pipeline = self.executable.pipeline
         seed = torch.initial_seed() if self._stream is None else self._stream.next()
         values: tuple[Tensor, ...] = ()

@@ -242,7 +242,7 @@ def splits_cleanly(executable: Executable) -> bool:
 
 
 def _written_out(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """What each node takes, in their order, with parts that are recomputed written out in place."""
+    """Operands of each node, in their order, with recomputed parts written out in place."""
     found: dict[fx.Node, list[fx.Node]] = {}
     stands: dict[fx.Node, fx.Node] = {}  # what a part takes, and its results, for the nodes that make them
     results: dict[fx.Node, list[fx.Node]] = {}
@@ -269,7 +269,7 @@ def _meets(
     takes: Mapping[fx.Node, Sequence[fx.Node]],
     users: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> bool:
-    """Whether the weight, through conversions of it alone, has one use, together with what was received."""
+    """Whether the weight's only use, through conversions of it alone, is together with a received tensor."""
     while len(users.get(weight, ())) == 1:
         (user,) = users[weight]
         if user in received:
@@ -281,7 +281,7 @@ def _meets(
 
 
 def _guarded(value: Tensor) -> Tensor:
-    """What was received, whose gradient will be sent: it must lie in memory as the receiver expects it."""
+    """The received tensor as a view whose gradient lies in memory as the receiver expects it."""
     if not value.requires_grad:
         return value
     guarded = value.view_as(value)

@@ -258,7 +258,7 @@ def _late(timeout: float, where: str) -> WorkerError:
 
 @contextmanager
 def _environment(num_processes: int, variables: Mapping[str, str]) -> Iterator[None]:
-    """What the workers inherit: whom to die with, and a fair share of the cores."""
+    """Within, an environment that workers inherit: whom to die with, and a fair share of the cores."""
     before = dict(os.environ)
     os.environ.update(variables)
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)

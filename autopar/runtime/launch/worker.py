@@ -245,7 +245,7 @@ def run(script: str) -> None:
 
 
 def _exit_code(ended: SystemExit) -> int:
-    """What Python makes of the argument of sys.exit: nothing, a number, or a last message."""
+    """Exit code that Python derives from sys.exit's argument: nothing, a number, or a last message."""
     match ended.code:
         case None:
             return 0

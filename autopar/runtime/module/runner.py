@@ -248,7 +248,7 @@ class Runner:
         return known
 
     def _copies(self) -> Iterator[Copy] | None:
-        """What some ranks have copies of; None if no rank has any."""
+        """Tensors of which some ranks have copies; None if no rank has any."""
         return self.tensors.copies() if self.tensors.is_placed and self.tensors.has_copies else None
 
     @contextmanager
@@ -261,7 +261,8 @@ class Runner:
             yield
 
     def _random_state(self) -> bytes:
-        """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
+        """State from which exact masks follow. With stages it is the seed, to which each micro-batch
+        returns."""
         if not self._running.exact_random:
             return b""
         if self.tensors.pipeline.is_staged:

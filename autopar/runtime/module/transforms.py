@@ -70,7 +70,7 @@ def refuse_transforms(where: str, arguments: Any) -> None:
 
 
 def _transform(arguments: Any) -> tuple[str, str]:
-    """What transforms the call, and what to do instead; two empty texts for a plain one."""
+    """Transformation of a call, and its remedy; two empty texts for a plain call."""
     serial = "take the serial model, inside `with autopar.full(parallel) as model:`"
     leaves = tree_leaves(arguments)
     if any(isinstance(item, fx.Proxy) for item in leaves):

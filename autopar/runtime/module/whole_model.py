@@ -175,7 +175,8 @@ class _Whole:
         return self._tree.stored[item.names[0]].part.part.take(item.now.detach())
 
     def _is_changed(self, item: _Tensor) -> bool:
-        """Whether the whole tensor isn't what this rank's part is; not by values: some are no number."""
+        """Whether this rank's part of the whole tensor differs from the parameter's, bit by bit: some values
+        are no numbers."""
         return item.part is not None and whole_bytes(self._cut(item)) != whole_bytes(local(item.part))
 
     def _check_alike(self) -> None:
@@ -217,7 +218,7 @@ class _Whole:
 
 
 class _Before:
-    """What modules held before, but for attributes, which are the user's to change."""
+    """Contents of modules before, without attributes, which are the user's to change."""
 
     def __init__(self, tree: UserTree) -> None:
         self._tensors = [

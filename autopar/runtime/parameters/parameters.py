@@ -343,7 +343,7 @@ class Leaves:
 
 
 def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
-    """Whether the outer parameter's storage, dtype or need of a gradient is no longer the leaf's."""
+    """Whether the outer parameter's storage, dtype or need of a gradient differs from the leaf's."""
     now = local(outer)
     return (
         (now is not values and now.data_ptr() != leaf.data_ptr())

@@ -242,7 +242,7 @@ def compare_copies(copies: Iterable[Copy]) -> None:
 
 
 def _by_key(told: Sequence[Mapping[_Key, T]]) -> dict[_Key, dict[int, T]]:
-    """What ranks say of each key, by rank."""
+    """Reports of each key, by rank."""
     found: dict[_Key, dict[int, T]] = {}
     for rank, items in enumerate(told):
         for key, value in items.items():

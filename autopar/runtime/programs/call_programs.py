@@ -260,8 +260,8 @@ class CallPrograms:
         )
 
     def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
-        """What was read and has changed, None for another kind of call, and whether forward itself does that;
-        raises InputError where it always does."""
+        """Change since the last program, None for another kind of call, and whether forward itself does it.
+        Raises InputError where it always does."""
         alike = self.cache.like(key)
         last = next(iter(self.cache.of(key)), None)
         change = "an argument without tensors" if last is None else last.guard.change(call.tensors)

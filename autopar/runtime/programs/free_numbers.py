@@ -81,7 +81,7 @@ class Free:
         return True
 
     def _evaluated(self, values: Sequence[Plain]) -> list[Any] | None:
-        """What stands in the literals' places for other numbers, None if Python decides otherwise."""
+        """Literals for other numbers; None if Python decides otherwise with them."""
         try:
             if any(bool(formula(values)) is not answer for formula, answer in self.decisions):
                 return None

@@ -215,7 +215,7 @@ class Guard:
             self._size(table, _Absent(space.names.keys(), frozenset(held)), space.shown)
 
     def _own_of_others(self, owner: AttributeOwner, state: dict[str, Any], shown: str) -> None:
-        """What a module outside of the model has of its own: its mode, buffers, parameters, children."""
+        """Add a module outside of the model: its mode, buffers, parameters and children."""
         if "training" in owner.names:
             self._add(state, _items(["training"]), [f"{shown}.training"])
         for kind in _HELD:
@@ -295,7 +295,8 @@ class Guard:
         return "what forward reads"
 
     def _grown(self) -> str | None:
-        """What was absent when it was asked for and is there now; other new attributes don't count."""
+        """Name of a value that was absent when it was read and is there now; other new attributes don't
+        count."""
         for place, absent, shown, length in zip(
             self._sized, self._absent, self._shown, self._lengths, strict=True
         ):

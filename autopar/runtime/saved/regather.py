@@ -208,7 +208,7 @@ _Packed = Tensor | Anew | PackedTensor
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """What autograd keeps in place of the tensors that it saves."""
+    """Hooks on the tensors that autograd saves."""
 
     between: Between | None
     moving: Offloading | None

@@ -191,7 +191,8 @@ class FullState:
 
 
 def _taken(value: Tensor, stored: Stored, held: DTensor, name: str) -> Tensor:
-    """What is loaded of a value: this rank's part. Of another shape it is nn.Module's to complain about."""
+    """Part of a loaded value for this rank. A value of another shape is returned as it is, for nn.Module to
+    refuse."""
     if isinstance(value, DTensor):
         check_mesh(value, stored, held, name)
     if tuple(value.shape) != stored.part.spec.shape:

@@ -359,7 +359,7 @@ class UserTree:
 
 
 def _taken(root: nn.Module, *names: str) -> dict[str, Any]:
-    """What an object alone holds by these names, no longer there."""
+    """Attributes of an object by these names, removed from it."""
     return {name: root.__dict__.pop(name) for name in names if name in root.__dict__}
 
 
@@ -376,7 +376,7 @@ def placed_trees() -> list[UserTree]:
 
 
 class _ModuleContents:
-    """What modules hold before a trace, to be put back."""
+    """Contents of modules before a trace, to be put back."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._states = [(vars(module), dict(vars(module))) for module in modules]

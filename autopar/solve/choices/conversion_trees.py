@@ -87,7 +87,7 @@ def _parts(uses: Uses) -> Iterator[tuple[Uses, Uses]]:
 
 
 def _joined(found: dict[Uses, Seconds], parts: tuple[Uses, Uses], wanted: Uses) -> Seconds:
-    """What two trees from one layout take."""
+    """Seconds of two trees from one layout."""
     return sum((_along(found[part], part, wanted) for part in parts), start=np.zeros(()))
 
 

@@ -144,7 +144,8 @@ def _hidden(items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable
 
 
 def _worthwhile(priced: PricedProgram) -> list[Movable]:
-    """What may be offloaded and takes longer to copy than a copy of nothing, twice; the largest first."""
+    """Tensors that may be offloaded and whose copies take at least twice a link's latency; the largest
+    first."""
     link = priced.prices.cluster.host
     if link is None:
         return []

@@ -234,7 +234,7 @@ def _led(
 def _flowing(
     tensor: TensorClass, source: Layout, needs: list[Layout], values: tuple[float, ...] | None
 ) -> Iterator[tuple[Move, ...]]:
-    """What the flows of the solver's `values` use, if that leads to all needs."""
+    """Moves that the flows of the solver's `values` use, if they reach all needs."""
     if values is not None and tensor.ways is None:
         found = _reach(source, needs, tensor.used(values, INTEGRAL))
         if found is not None:

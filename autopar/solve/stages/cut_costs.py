@@ -57,7 +57,7 @@ Paths = NDArray[np.intp]  # [cut, stage + 1]
 
 
 def _each(function: Callable[..., Made], *parts: Sequence[Any]) -> list[Made]:
-    """What the function makes of the parts of every stage; of the same parts it makes the same."""
+    """Results of `function` for the parts of every stage; equal parts share one result."""
     made: dict[tuple[int, ...], Made] = {}
     found = []
     for each in zip(*parts, strict=True):

@@ -152,7 +152,7 @@ class _Rank:
 
 
 def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
-    """What holds for each rank without a price, and for each price."""
+    """Values of each rank, without a price and for each price."""
     schedule, update = problem.schedule, problem.table.update
     pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
     saved = [_saved_counts(schedule, rank) for rank in range(schedule.ranks)]
@@ -180,7 +180,8 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
 
 
 def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
-    """What all bytes of the cap are worth, and how much dearer stages are, without a price and for each."""
+    """Worth of all the cap's bytes, and factors by which stages take longer, without a price and for each
+    one."""
     schedule = problem.schedule
     counts = sorted({count for rank in range(schedule.ranks) for count in _saved_counts(schedule, rank)})
     yield 0.0, dict.fromkeys(counts, 1.0)
@@ -196,7 +197,7 @@ def _saved_counts(schedule: Schedule, rank: int) -> Counts:
 
 
 def _meet(ranks: list[list[_Rank]], seconds: float) -> bool:
-    """Whether the ranks can share the graph if each may take so many seconds."""
+    """Whether the ranks can share the graph if each may take `seconds`."""
     count = len(ranks[0][0].first)
     least = np.full(count, count)
     least[0] = count - 1

@@ -230,7 +230,7 @@ def _nearest(starts: Sequence[int], places: Sequence[int]) -> tuple[int, ...] | 
 
 
 def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]) -> bool:
-    """Whether one of the starts might have moved further than the places around it allowed."""
+    """Whether a start may want to move further than the places around it allow."""
     known = set(places)
     return any(
         old != new and not known.issuperset((new - 1, new + 1))

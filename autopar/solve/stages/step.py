@@ -278,7 +278,7 @@ def _parted(
     found: Cut,
     places: Sequence[int] = (),
 ) -> tuple[PricedProgram, Cut]:
-    """What the stages of a cut run of their levels, and the cut as it then is."""
+    """Program that the stages of a cut run, of several levels, and the cut as it then is."""
     if not any(each.program.recompute or each.program.offload for each in programs):
         return programs[0], found
     priced, exact = Parting(programs, hop, schedule, cap, places).of(found)
@@ -433,5 +433,5 @@ class Parting:
 
 
 def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """What of the parts lies in [start, stop)."""
+    """Parts of the segments inside [start, stop)."""
     return [(max(first, start), min(last, stop)) for first, last in parts if first < stop and last > start]

@@ -43,7 +43,7 @@ def plainly(function: Any, *args: Any) -> Any:
 
 
 class _Asked:
-    """What a Function answers whoever reads an attribute of it."""
+    """Answers of a Function to code that reads its attributes."""
 
     def __init__(self, instead: Instead) -> None:
         def read(function: Any, name: str) -> Any:

@@ -106,7 +106,7 @@ _ONCE = "register it on the parameter once, after parallelize"
 
 
 class _Handle:
-    """What `register_hook` gives while it is traced."""
+    """Handle that `register_hook` gives while it is traced."""
 
     def remove(self) -> None:
         _refuse("a hook that forward removes", "hooks that stay", "register it only where it is to run")
@@ -114,7 +114,7 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """What is done with a call: no `place` where it is traced; `pattern` is of what it returns."""
+    """Treatment of a call: no `place` where it is traced; `pattern` is that of its results."""
 
     call: FunctionCall | HookCall  # alive as long as its identity is remembered
     place: ProcessNumber | None
@@ -266,7 +266,7 @@ def _is_derivative(call: FunctionCall, operands: Sequence[TensorSpec], numbers: 
 def _observed(
     call: FunctionCall | HookCall, operands: tuple[TensorSpec, ...], numbers: Sequence[float]
 ) -> tuple[stand_ins.Behavior, tuple[bool, ...] | None]:
-    """What the call's first run shows, and the pattern of what it returns."""
+    """Behaviour of the call in its first run, and the pattern of its results."""
     returned: list[Any] = []
     tried = HookCall(Answered(call.hook)) if isinstance(call, HookCall) else call
 

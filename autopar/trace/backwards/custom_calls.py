@@ -149,7 +149,7 @@ class Answered:
 
 
 class _Context:
-    """What a forward is handed where no backward of its own will run."""
+    """Context of a forward where no backward of its own will run."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(item, Tensor) and item.requires_grad for item in args)

@@ -264,7 +264,8 @@ def _is_part(
     part: Mapping[int, Tensor],
     sums: dict[int, Tensor],
 ) -> bool:
-    """Whether what a part gives is that part of the whole; adds gradients of what isn't cut to `sums`."""
+    """Whether a part's results are that part of the whole's; adds gradients of operands that aren't cut to
+    `sums`."""
     everywhere = [{dim: dim} for dim in part]
     pairs = zip(mine.values, whole.values, strict=True)
     if mine.learning != whole.learning or not all(

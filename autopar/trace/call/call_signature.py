@@ -127,7 +127,7 @@ def refuse_sparse(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _odd_layout(tensor: torch.Tensor) -> str | None:
-    """What is odd about a tensor's layout: of sparse ones plain matrices are not."""
+    """Oddity of a tensor's layout; None for plain matrices, sparse ones included."""
     layout, kind = _layout(tensor), type(tensor)
     if kind.__module__.startswith("torch_geometric"):
         return f"{kind.__name__} (by as_tensor() a plain one)"
@@ -211,7 +211,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a list, dict or the like holds, of which each may hold it again; of anything else, itself."""
+    """Elements of a list, dict or the like, each of which may hold it again; any other value itself."""
     whole = iter((False,))
     return pytree.tree_leaves(value, is_leaf=lambda _: next(whole, True))
 
@@ -452,13 +452,13 @@ def _by_names(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _positional(loss_fn: LossFunction, named: Iterable[str]) -> list[str]:
-    """What a loss requires after the output, by position where it isn't `named`."""
+    """Required arguments of a loss after the output, by position where they aren't `named`."""
     given = set(named)
     return [name for name in _required(loss_fn)[1:] if name not in given]
 
 
 def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's forward can be called so."""
+    """Whether the model's forward accepts these arguments."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:

@@ -148,7 +148,7 @@ class Casting:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a call gave, and the kernels that it reached."""
+    """Result dtypes of a call, and the kernels that it reached."""
 
     results: tuple[torch.dtype, ...]
     kernels: Counter[tuple[Any, ...]]

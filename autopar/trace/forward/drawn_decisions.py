@@ -59,7 +59,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _whatever_is_drawn(function: Any, bound: float) -> bool | None:
-    """What a comparison with a number from [0, 1) gives, None where that depends on the number."""
+    """Result of comparing with any number from [0, 1); None where it depends on the number."""
     if function in _BELOW and (bound <= 0 or bound >= 1):
         return _BELOW[function] == (bound <= 0)
     if function in _ABOVE and (bound < 0 or bound >= 1):

@@ -219,7 +219,7 @@ def _find_line(run: Callable[[], object], generators: Sequence[_Generator]) -> t
 
 
 class _DrawSearch:
-    """What Python calls at each line of a model, and at each call of a function that isn't Python's own."""
+    """Python's calls at each line of a model, and those of foreign functions, to find a draw."""
 
     def __init__(self, generators: Sequence[_Generator]) -> None:
         self.generators = generators

@@ -28,7 +28,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 def _is_users() -> bool:
-    """Whether it isn't torch's own code that asks."""
+    """Whether the caller is code outside of torch."""
     return str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] != "torch"
 
 

@@ -78,7 +78,7 @@ def _dims(counts: Sequence[int], strides: Sequence[int], numel: int) -> list[_Di
 
 
 def _taken(x: Tensor, dims: Sequence[_Dim]) -> Tensor:
-    """What the result takes of the memory of `x`; windows follow the dim that counts them."""
+    """Memory of `x` that the result takes; windows follow the dim that counts them."""
     lengths = [dim.length for dim in dims]
     if math.prod(lengths) < x.numel():
         x = x.flatten().narrow(0, 0, math.prod(lengths))

@@ -67,7 +67,8 @@ def traceable(notes: list[str]) -> Iterator[None]:
 
 
 class _Masks:
-    """What nn.Transformer asks of masks: one is applied as it is unless the caller says that it is causal."""
+    """Questions of nn.Transformer about masks. One is applied as it is unless the caller says that it is
+    causal."""
 
     def __init__(self) -> None:
         self.asked = False

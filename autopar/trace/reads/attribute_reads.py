@@ -156,7 +156,7 @@ class Reads:
             self.see(result)
 
     def _is_tracers(self, module: nn.Module) -> bool:
-        """Whether it is the module into which torch.fx puts constants, which it alone asks for."""
+        """Whether a module is the one into which torch.fx puts constants, for which torch.fx alone asks."""
         if id(object.__getattribute__(module, "__dict__")) in self.owners:
             return False
         if str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.fx."):

@@ -180,7 +180,7 @@ def _computed(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _decided(function: Callable[..., Any], *operands: Any) -> Any:
-    """What Python's answer is by values, which from now on others must give, too."""
+    """Python's answer by values; later numbers must give the same one."""
     if not all(type(item) is Number or isinstance(item, (float, int)) for item in operands):
         return NotImplemented
     numbers = next(item._numbers for item in operands if type(item) is Number)

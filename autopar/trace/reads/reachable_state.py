@@ -288,7 +288,7 @@ _HOLDS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def _constructors(kind: type) -> Iterator[Any]:
-    """What may run where code makes an object of a class."""
+    """Code that may run when an object of a class is made."""
     for base in kind.__mro__:
         if not is_library(base.__module__):
             yield from (vars(base)[name] for name in _CONSTRUCTION & vars(base).keys())
@@ -326,7 +326,7 @@ def _runs_unnamed(name: str) -> bool:
 
 
 def _own_dict(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name; of `threading.local`, in this thread."""
+    """Attributes of an object by name; of `threading.local`, in this thread."""
     get = object.__getattribute__ if is_python_class(type(value)) else getattr
     try:
         table = get(value, "__dict__")
@@ -336,7 +336,7 @@ def _own_dict(value: Any) -> dict[str, Any] | None:
 
 
 def _in_slots(value: Any) -> Iterator[Any]:
-    """What an object holds in slots."""
+    """Values that an object holds in slots."""
     for base in type(value).__mro__:
         for name, item in vars(base).items():
             if isinstance(item, types.MemberDescriptorType) and is_python_class(base):

@@ -289,7 +289,7 @@ def _without_twins(graph: Graph) -> Graph:
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors look at the same memory in the same way."""
+    """Whether two tensors view the same memory in the same way."""
     alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
     return alike and one.data_ptr() == other.data_ptr()
 

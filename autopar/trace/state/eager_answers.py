@@ -78,7 +78,7 @@ def heard(answers: Answers) -> Iterator[None]:
 
 
 class _OfStandIns(type):
-    """What `type` does, but for tensors of a trace."""
+    """A metaclass that acts as `type`, except on a trace's tensors."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not _Type:  # a metaclass that was derived from it

@@ -97,8 +97,8 @@ class Outside:
                 cell.cell_contents = content
 
     def _changes(self) -> Iterator[tuple[str, Any, Any, tuple[Any, str] | None]]:
-        """What is another object now: its name, what it was and is; for attributes of objects also the table
-        and the key in it."""
+        """Objects outside that forward has replaced: name, before and after; for attributes of objects also
+        the dictionary and the key in it."""
         for space, before in self._spaces:
             for name in space.looked_at():
                 if space.table[name] is not before.get(name, _ABSENT):
@@ -115,7 +115,7 @@ class Outside:
 
 
 def _content(value: Any) -> dict[Any, Any]:
-    """What a container holds, by key or place; of a set, each of its members."""
+    """Elements of a container, by key or place; of a set, each of its members."""
     if isinstance(value, dict):
         return dict(dict.items(value))  # whatever a class makes of a key
     items = members(value)

@@ -78,7 +78,7 @@ def attributes_of(model: nn.Module) -> State:
 
 
 def _content(value: Any) -> list[Any] | None:
-    """What a list or dict holds."""
+    """Elements of a list or dict; None for any other value."""
     match value:
         case list() | deque():
             return [*members(value)]

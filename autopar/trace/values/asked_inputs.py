@@ -86,7 +86,7 @@ class AskedInputs(TorchFunctionMode):
 
 
 def _symbols(value: Any) -> tuple[Any, ...]:
-    """What stands in a number or a condition for values that a trace doesn't know."""
+    """Symbols in a number or a condition for values that a trace doesn't know."""
     expression = getattr(getattr(value, "node", None), "expr", value)
     return tuple(getattr(expression, "free_symbols", ()))
 

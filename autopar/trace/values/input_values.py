@@ -76,7 +76,7 @@ class _KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class _OnCopy:
-    """What a function that writes into its first argument makes of that."""
+    """Result of an in-place function on a copy of its first argument."""
 
     function: Callable[..., Any]
 
@@ -200,7 +200,7 @@ class InputValues(TorchFunctionMode):
         return answer
 
     def _node_of(self, tensor: Tensor) -> Any:
-        """What made a tensor that requires gradients: of an input, what did in this call, if anything."""
+        """Autograd node of a tensor that requires gradients: of an input, that of this call, if any."""
         known = self._made[id(tensor)].value
         if not isinstance(known, Input):
             return _GRAD_FN.__get__(tensor)

@@ -249,7 +249,7 @@ class Evaluating(TorchFunctionMode):
     def _evaluate(
         self, function: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> tuple[bool, Any]:
-        """Whether the call is one of structure, and what it gives."""
+        """Whether the call is one of structure, and its results."""
         if name.endswith("_") and not name.endswith("__") and any(map(_rounds, tensors)):
             return False, None
         with outside():

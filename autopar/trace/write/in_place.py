@@ -166,7 +166,7 @@ class InPlaceWrites:
         return aten._to_copy.default, (source,), {"dtype": spec.dtype}
 
     def _note_write(self, node: fx.Node, written: str, name: str) -> None:
-        """What a buffer holds after the step; raises TraceError for another input."""
+        """Note the value of a buffer after the step; raises TraceError for another input."""
         owner = next((buffer for buffer, value in self._graph.writes.items() if value == written), written)
         if owner in self._graph.inputs:
             self._refuse_parameter(node, owner)

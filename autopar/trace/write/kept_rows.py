@@ -222,7 +222,7 @@ class KeptRows:
     def _by_rows(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: SelectedRows, shape: Any = None
     ) -> Any:
-        """What an operator makes of rows one by one."""
+        """Result of an operator on single rows."""
         length = self._graph.specs[one.mask].shape[0]
         values = node.meta["val"]
         if shape is not None:
@@ -246,7 +246,7 @@ class KeptRows:
         )
 
     def _is_by_rows(self, item: Operator) -> bool:
-        """Whether the operator makes each row of its results of the same row of what is kept."""
+        """Whether each row of the operator's results depends on the same row of its operands alone."""
         rule = rule_of(item)
         if isinstance(rule, Regroup):  # of rows one after the other, as many as before
             specs = [self._graph.specs[name] for name in (*item.operands, *item.results) if name]
