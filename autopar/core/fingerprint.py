@@ -41,7 +41,7 @@ class Fingerprint:
 
     @property
     def shape(self) -> Fingerprint:
-        """The fingerprint without its floating-point numbers: rates, scales, momenta decide nothing."""
+        """The fingerprint without its floating-point numbers: rates, scales and momenta."""
         return replace(self, operators=tuple(_FLOAT.sub("#", line) for line in self.operators))
 
     def difference(self, planned: Fingerprint) -> GraphDifference | None:

@@ -45,7 +45,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Read `4`, `2x2` or `2x2x2`."""
+        """Read a mesh from `4`, `2x2` or `2x2x2`."""
         if not _MESH.fullmatch(text):
             raise InputError(
                 where="mesh", found=show_value(text), wanted="whole numbers joined by x", remedy="write 2x2"

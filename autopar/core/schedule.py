@@ -109,7 +109,7 @@ class Schedule:
         _check_orders(self)
 
     def __hash__(self) -> int:
-        """Without the orders, which are long and follow from the rest in all schedules but tests'."""
+        """Hash of all fields but the orders, which are long and follow from the others except in tests."""
         return hash((self.kind, self.ranks, self.stages_per_rank, self.micro_batches))
 
     @property

@@ -103,11 +103,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a rank does for a stage from `start` to `stop`, in seconds from the step's start.
-
-    `micro_batch` is None for what is done once a step. A send stands at the rank that sends;
-    `to_stage` is the stage that receives, None for all else. `label` names the operator, where it is one's.
-    """
+    """Event of a rank, for a stage, from `start` to `stop`, in seconds from the step's start."""
 
     rank: int
     stage: int

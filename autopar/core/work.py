@@ -26,7 +26,7 @@ class SizedCall:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one forward and of its backward."""
+    """Flops of one forward and of its backward."""
 
     forward: int
     backward: int

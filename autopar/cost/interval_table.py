@@ -38,7 +38,7 @@ class Rectangles:
             self.add(before, user, amount)
 
     def add_first(self, maker: int, user: int, amount: float) -> None:
-        """`amount` in every stage that has both operators, `maker` and then `user`."""
+        """Add `amount` to every stage that has both operators, `maker` and then `user`."""
         if amount:
             self.corners.append((-1, maker, user, amount))
 

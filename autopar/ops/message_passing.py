@@ -204,7 +204,7 @@ class Place(Rule):
         return rows, index
 
     def fullest(self, site: Site) -> tuple[int, ...]:
-        """The rank that has most rows to place."""
+        """Coordinate of the rank with most rows to place."""
         return max(members(site, site.mesh.axes), key=lambda place: _length(owned_rows(site, 0, place)))
 
     def samples(self) -> Iterable[Sample]:

@@ -98,7 +98,8 @@ class Repeat(_LocalRegroup):
 
 @register
 class RepeatInterleave(_LocalRegroup):
-    """Each row several times in a row: a dim of l rows becomes (l, r); without a dim, all flattened."""
+    """Each row repeated several times in a row: a dim of l rows becomes (l, r); without a dim, the tensor is
+    flattened first."""
 
     targets = (aten.repeat_interleave.self_int,)
 

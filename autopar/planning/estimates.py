@@ -52,11 +52,16 @@ class StepEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeshEstimate:
-    """Costs of one of `count` micro-batches on one mesh, all `ranks` stages together. `shards` says for which
-    part of the seconds the `samples` are shared by how many devices; only where assignments are free can
-    uneven ones be split otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is
+    """Costs of one of `count` micro-batches on one mesh, all `ranks` stages together.
+
+    Seconds: `work` of operators alone, each divided as if all devices shared it; `slowest` of the slowest
+    stage of the most even cut; `weights` of gradients of weights alone; `hiding` of the work behind which
+    gradient sums can hide; `fixed` of what doesn't shrink with the samples. `shards` says for which part of
+    the seconds the `samples` are shared by how many devices; only where assignments are free can uneven ones
+    be split otherwise. `hop_bytes` are the bytes of the values that cross a good cut. If everything is
     recomputed, that takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of
-    `hidden_bytes` of what is saved are overlapped, to the host and back."""
+    `hidden_bytes` of the saved tensors are overlapped, to the host and back.
+    """
 
     ranks: int
     mesh: Mesh

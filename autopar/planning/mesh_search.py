@@ -581,7 +581,7 @@ def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
 
 
 def check_force(graph: Graph, prices: Prices, force: Force) -> None:
-    """Raise InfeasibleError for a kind of which none of its operators has a factor as long as an axis."""
+    """Raise InfeasibleError for a forced kind if none of its operators has a factor as long as an axis."""
     kinds, mesh = Kinds(graph, prices.dims), prices.dims.mesh
     splitting = split_by_force(graph, prices)
     by_axis = kind_by_axis(force, mesh)

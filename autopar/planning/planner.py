@@ -293,10 +293,7 @@ class Planner:
         staged: bool,
         place: int = 0,
     ) -> Traced:
-        """The graph of the first of `count` micro-batches, or that at another `place`.
-
-        Raises InputError where it can't be told which dims hold the samples.
-        """
+        """Trace the graph of the first of `count` micro-batches, or of the one at `place`."""
         if count > 1:
             return self.parts(model, args, kwargs).traced(count, place)
         split_batch(None, flatten_arguments(args, kwargs).tensors, count)

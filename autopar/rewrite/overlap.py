@@ -108,7 +108,7 @@ def operators_of(segments: Sequence[Segment]) -> set[int]:
 
 
 def room_of(cap: int | None, peak_bytes: float) -> float:
-    """Bytes that each of what is early or late may take under a cap, beside a plan's peak."""
+    """Bytes that each kind of early or late tensors may take under a cap, beside a plan's peak."""
     return math.inf if cap is None else (cap - peak_bytes) / AT_ONCE
 
 

@@ -62,7 +62,8 @@ def seconds(kind: Collective, nbytes: int, size: int, link: LinkLike) -> float:
 
 
 def all_reduce(nbytes: int, size: int, link: LinkLike) -> float:
-    """A reduce-scatter and an all-gather. `nbytes` is the tensor's size, the same on every rank."""
+    """Seconds of a reduce-scatter and an all-gather. `nbytes` is the tensor's size, the same on every
+    rank."""
     return reduce_scatter(nbytes, size, link) + all_gather(nbytes, size, link)
 
 

@@ -244,7 +244,7 @@ class _GroupFinder:
             led = True
 
     def part(self, name: str) -> object:
-        """Equal for names of the same numbers in memory."""
+        """A key that is equal for names of the same numbers in memory."""
         root = self.roots.get(name, name)
         whole = math.prod(self.graph.specs[root].shape) == math.prod(self.graph.specs[name].shape)
         return root if whole else name

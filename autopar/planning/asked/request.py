@@ -247,7 +247,7 @@ def _check_dtype(dtype: Precision, cluster: ClusterSpec) -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise InputError for what is no time that collectives can wait."""
+    """Raise InputError for a value that is no time for collectives to wait."""
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise InputError(
             where="timeout",

@@ -28,7 +28,7 @@ class Point:
 
     @staticmethod
     def of(plan: Plan) -> Point:
-        """The point that a plan is."""
+        """The frontier's point of a plan."""
         return Point(plan.memory_cap, plan.step_seconds, plan.peak_bytes, plan.gap)
 
 

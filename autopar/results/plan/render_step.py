@@ -67,7 +67,7 @@ def _parts(plan: Plan) -> Iterator[tuple[float, str]]:
 
 
 def parts_of(plan: Plan) -> StepParts:
-    """The parts of the step; of a plan that was saved before its parts were, what is known of them."""
+    """The parts of the step; of a plan that was saved without them, the known ones."""
     if plan.parts != StepParts():
         return plan.parts
     rest = plan.step_seconds - plan.compute_seconds - plan.communication_seconds

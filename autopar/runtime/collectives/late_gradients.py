@@ -42,7 +42,7 @@ _KEEPS = "_autopar_makes"  # the attribute of a promise: how it is kept
 
 
 def promise(like: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """A tensor of the shape of `like` in whose place comes what `make` gives."""
+    """A tensor shaped like `like`, to be replaced by the result of `make`."""
     found = like.new_empty(()).expand(like.shape)
     setattr(found, _KEEPS, make)
     return found

@@ -119,7 +119,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> frozenset[Any]:
-        """Equal for the same origins."""
+        """A key that is equal for equal origins."""
         return frozenset(item.name for item in self.origins)
 
     @contextmanager

@@ -64,7 +64,7 @@ class NumberSlot:
         return self.place.cell_contents if self.key is _CELL else self.place[self.key]
 
     def write(self, value: Any) -> None:
-        """Put another value there."""
+        """Put another value into the slot."""
         if self.key is _CELL:
             self.place.cell_contents = value
         else:

@@ -26,7 +26,7 @@ _TELLING = {  # what is no use of values
 
 
 class OldParameter(nn.Parameter):
-    """A parameter that is no model's any more; it says what it was and what to use instead."""
+    """A parameter of no model any more; errors name its model, and what to use instead."""
 
     _autopar_told: tuple[str, str, str]
 

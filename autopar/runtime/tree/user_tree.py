@@ -134,7 +134,7 @@ class UserTree:
                 old_parameters.replaced(old, name)
 
     def old(self) -> list[nn.Parameter]:
-        """The parameters that were there before and that somebody holds."""
+        """Parameters that were there before and that somebody still holds."""
         return [old for _, reference in self._old if (old := reference()) is not None]
 
     def of(self, twin: nn.Module) -> UserTree:

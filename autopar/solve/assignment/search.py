@@ -236,7 +236,7 @@ class _PlacementSearch:
         return self.leanest
 
     def note(self, solution: Solution | None) -> None:
-        """Remember it if it is the leanest."""
+        """Remember the plan if it is the leanest."""
         if solution and (self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes):
             self.leanest = solution
 

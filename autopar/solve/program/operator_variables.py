@@ -149,8 +149,8 @@ class OperatorVariables:
         return frozenset(self.folding.repetition.get(name, 0) for name in operations)
 
     def recomputed_result(self, name: str, index: int) -> Marginal:
-        """For each layout of a result the r of the strategies that give it storage; not of what recomputing
-        holds."""
+        """Recompute variables of the strategies that give a result storage, by layout; without results that
+        recomputing holds."""
         found: Marginal = {}
         if name in self.r:
             for strategy, r in zip(self.space.strategies[name], self.r[name], strict=True):

@@ -42,7 +42,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much slower than the best possible plan this one may be, relatively."""
+        """Most by which this plan may be slower than the best possible one, relatively."""
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
 
 

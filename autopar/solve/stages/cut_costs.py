@@ -146,7 +146,7 @@ class CutProblem:
         return found
 
     def busy_with(self, table: Intervals, back: Table) -> Table:
-        """For how long a stage keeps its rank busy for one micro-batch."""
+        """Seconds for which a stage keeps its rank busy for one micro-batch."""
         both = table.forward + table.weight_gradient
         if self.late:
             both = both + table.send[:, None] + table.send_back[None, :]

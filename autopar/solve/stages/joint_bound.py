@@ -128,8 +128,8 @@ class ExchangeTables:
         return max(average, float(onward[0]))
 
     def fastest(self, part: Callable[[Price], float]) -> Table:
-        """Sums over operators of the least of their strategies' prices; what every stage can make for itself
-        counts nothing."""
+        """Least sums of operators' prices over their strategies; values that every stage can make for itself
+        count nothing."""
         sums, free = Rectangles(self.table.places), self.values.free
         known: dict[str, float] = {}
         for place, item in enumerate(self.graph.operators):

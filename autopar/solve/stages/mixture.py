@@ -147,7 +147,7 @@ class Mixture:
         return (self.made if name in self.made_by else self.given)(name, levels) is not None
 
     def crossing(self, places: Sequence[int]) -> dict[int, list[str]]:
-        """For each place the tensors that operators on both sides of it make or take."""
+        """Tensors that operators on both sides of each place make or take."""
         found: dict[int, list[str]] = {place: [] for place in places}
         for name, uses in self.users.items():
             touched = [place for place, _ in uses]

@@ -142,7 +142,7 @@ class Refinement:
         return step
 
     def plain(self, schedule: Schedule) -> Schedule:
-        """The schedule before its waits were filled."""
+        """The schedule before its waits were filled with work."""
         return next(each for each in self.schedules if each.kind is schedule.kind)
 
     def filled(self, step: Step) -> Step:

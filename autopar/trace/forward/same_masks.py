@@ -40,7 +40,7 @@ class SameMasks:
         return (*args[:-1], told)
 
     def after(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note what made a tensor."""
+        """Note the function that made a tensor."""
         name = getattr(function, "__name__", "")
         if name not in _PURE or not isinstance(result, Tensor) or result.is_inference():
             return

@@ -332,8 +332,8 @@ class _WatchedFloat(float):
 
 
 def as_before(graph: Graph) -> Graph:
-    """The graph with the numbers that a program is there for; raises NotFreeError where a trace has shown
-    that there is no such thing."""
+    """The graph with the numbers for which a program exists; raises NotFreeError where a trace has shown that
+    there is none."""
     numbers = _current.get()
     if numbers is None:
         return graph

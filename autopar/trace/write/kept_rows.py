@@ -63,7 +63,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class NumberKept:
-    """How many elements a mask keeps, times a number, and at least another."""
+    """The number of elements that a mask keeps, times a number, and at least another."""
 
     mask: str
     times: int = 1
