@@ -176,10 +176,10 @@ def wrong_optimizer(found: str, wanted: str) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How a GPU runs operators, beside its roofline: its multiprocessors, the part of a product's rate that
-    fused attention reaches forward and backward, and the part of a backward pass that sums of gradients may
-    hide behind. Estimates, all but the first. `tf32` is the flop/s of convolutions in float32 on tensor
-    cores, which torch allows unless told otherwise; 0 without."""
+    """Rates of a GPU's kernels, beside its roofline: its multiprocessors, the part of a product's rate that
+    fused attention reaches forward and backward, and the part of a backward pass behind which gradient sums
+    may hide. Estimates, all but the first. `tf32` is the flop/s of convolutions in float32 on tensor cores,
+    which torch allows unless told otherwise; 0 without."""
 
     units: int
     attention: float

@@ -36,7 +36,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Equal for equal fingerprints alone."""
+        """A hash that is equal for equal fingerprints alone."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
 
     @property

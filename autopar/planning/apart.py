@@ -103,7 +103,7 @@ def _factors(strategy: Strategy) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How far the seconds of steps with other stages and micro-batches must differ to be told apart."""
+    """Least differences of seconds by which steps with other stages and micro-batches can be told apart."""
 
     measured: bool
     is_roomy: bool = False  # whether the model fits on one device of a node with fast links

@@ -400,7 +400,7 @@ class MeshProblem:
         return step
 
     def touched(self, step: Step, deadline: float | None, others: float) -> Step:
-        """See `refined`; raises SolverError if the solver fails."""
+        """The step refined, as by `refined`; raises SolverError if the solver fails."""
         if step.cut is None or is_over(deadline):
             return step
         fastest = self.solve(self.ask(self.request.force), Limits(deadline))

@@ -43,8 +43,8 @@ _OWN = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How many changes were `tried` of how many, which were `refused` by name, and which are `wrong`: by
-    which parallel training is another than eager."""
+    """Result of a proof by changes: how many of those there are were `tried`, which were `refused`, by name,
+    and which are `wrong`: with these parallel training differs from eager training."""
 
     tried: int
     there: int

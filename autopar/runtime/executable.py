@@ -72,8 +72,8 @@ class PinnedLayouts:
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """How a program leaves an output: this rank's part, and over which ranks parts make up the whole, None
-    where each has it."""
+    """Output of a program: this rank's part, and the ranks over which parts make up the whole, None where
+    each rank has the whole."""
 
     name: str
     spec: TensorSpec

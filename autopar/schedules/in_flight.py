@@ -100,7 +100,8 @@ def stages_of(schedule: Schedule, rank: int) -> list[int]:
 
 
 def forwards_before(schedule: Schedule, rank: int) -> int:
-    """How many forwards a rank begins with; all of GPipe's are on the way to its first gradient."""
+    """Number of forwards before a rank's first other action. It is 1 for GPipe, all of whose forwards are on
+    the way to its first gradient."""
     if schedule.kind is ScheduleKind.GPIPE:
         return 1
     actions = schedule.actions(rank)
@@ -114,14 +115,14 @@ def in_flight(counts: Counts) -> Counts:
 
 
 def flight(schedule: Schedule, stage: int) -> int:
-    """How many micro-batches a stage keeps whole at once."""
+    """Most micro-batches that a stage keeps whole at once."""
     rank = schedule.rank_of(stage)
     place = stages_of(schedule, rank).index(stage)
     return max(counts[place] for counts in flights(schedule)[rank].all())
 
 
 def mean_flight(schedule: Schedule) -> float:
-    """How many micro-batches a stage keeps whole at once, on the average stage."""
+    """Most micro-batches that a stage keeps whole at once, on average over stages."""
     per_rank = schedule.stages_per_rank
     most = (max(sum(counts[:per_rank]) for counts in each.all()) for each in flights(schedule))
     return sum(most) / schedule.stages

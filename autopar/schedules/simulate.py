@@ -60,7 +60,7 @@ class Receives(Enum):
 
     @classmethod
     def of_torch(cls, kind: ScheduleKind) -> Receives:
-        """How torch's own class for the schedule posts them."""
+        """Moment at which torch's own class for the schedule posts receives."""
         single = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
         return cls.LATE if kind in single else cls.EARLY
 

@@ -322,7 +322,8 @@ class Dims:
         return self._cuts[key]
 
     def way_of_cutting(self, component: Atom) -> object:
-        """Equal for components that are cut alike on one mesh, by whatever sizes; also of other graphs."""
+        """A key that is equal for components that are cut alike on one mesh, by whatever sizes; also of other
+        graphs."""
         if component in self._tables:
             base, table = self._tables[component]
             return (

@@ -50,12 +50,12 @@ class Need:
 
     @property
     def before(self) -> list[int]:
-        """How many rows before its own each rank needs."""
+        """Number of rows before its own that each rank needs."""
         return [max(0, own - max(0, start)) for own, start in zip(self.owned, self.starts, strict=False)]
 
     @property
     def after(self) -> list[int]:
-        """How many rows past its own each rank needs."""
+        """Number of rows past its own that each rank needs."""
         end = self.owned[-1]
         return [max(0, min(end, stop) - own) for own, stop in zip(self.owned[1:], self.stops, strict=True)]
 

@@ -43,7 +43,7 @@ class NeededRows:
 
     @property
     def length(self) -> int:
-        """How many rows the rank has after the exchange."""
+        """Number of rows on the rank after the exchange."""
         return self.own[1] - self.own[0] + len(self.foreign)
 
     def places(self, rows: Tensor) -> Tensor:

@@ -287,7 +287,7 @@ class Rule(ABC):
         return [Relation((first,), (other,)) for first, *rest in groups.values() for other in rest]
 
     def scalings(self, op: Instance) -> list[RowScaling]:
-        """How the rows of windowed results follow those of their operands."""
+        """Scalings of windowed results: rows of the result for each row of the operand."""
         equation = self.equation(op)
         sources = {
             label: (name, dim)

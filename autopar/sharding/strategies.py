@@ -27,7 +27,7 @@ def find_atoms(graph: Graph) -> Atoms:
 
 
 def dims_of(graph: Graph, mesh: Mesh) -> Dims:
-    """How the dims of `graph` are cut on a mesh."""
+    """The dims of `graph` as they are cut on a mesh."""
     return Dims(graph, find_atoms(graph), mesh)
 
 

@@ -69,7 +69,7 @@ def order_vertices(
 
 
 def edge_cut(source: Tensor, target: Tensor, num_vertices: int, parts: int) -> EdgeCut:
-    """How edges lie in as many ranges of vertices as there are parts."""
+    """The cut of edges between as many ranges of vertices as there are parts."""
     bounds = torch.tensor(balanced(num_vertices, parts))[1:-1]
     there, here = (torch.bucketize(ends.contiguous(), bounds, right=True) for ends in (source, target))
     crossing = there != here

@@ -199,8 +199,8 @@ def is_here(cluster: ClusterSpec) -> bool:
 
 
 def setting_of(cluster: ClusterSpec) -> Setting:
-    """How a process of a cluster of such machines runs: on its share of a node's cores, and never on more
-    threads than this process has been given; or on a GPU of its own, to which threads don't matter."""
+    """Setting in which a process of such a cluster runs: on its share of a node's cores, with no more threads
+    than this process has; or on its own GPU, to which threads don't matter."""
     if cluster.device_type != "cpu" and is_here(cluster):
         return Setting(fingerprint("cuda"), str(torch.__version__), 1)
     share = int(_cores(cluster) // cluster.devices_per_node)

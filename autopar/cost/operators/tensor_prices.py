@@ -221,7 +221,7 @@ class TensorPrices:
         return networks[key]
 
     def kind(self, name: str) -> Any:
-        """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
+        """A key that is equal for tensors whose layouts have the same parts and whose moves cost the same."""
         spec, atoms = self.graph.specs[name], self.dims.atoms
         cuts = tuple(
             self.dims.way_of_cutting(atoms.components[name, dim, atom])

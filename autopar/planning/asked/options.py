@@ -471,5 +471,5 @@ def is_local(value: str) -> bool:
 
 
 def read_outputs(value: str) -> Outputs:
-    """How outputs leave the program; raises InputError for other words."""
+    """Read the way in which outputs leave the program; raises InputError for other words."""
     return read_choice("outputs", Outputs, value)

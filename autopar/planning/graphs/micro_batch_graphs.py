@@ -65,7 +65,7 @@ class Parts:
         return self.flow is not None and self.obstacle is None and self.whole.decided_by is None
 
     def cutting(self) -> Cutting:
-        """How the call is cut; raises InputError where it can't be told which dims hold its samples."""
+        """The way to cut the call; raises InputError where the dims of its samples aren't known."""
         if self.whole.decided_by is not None:
             raise InputError(
                 where=self.whole.decided_by,

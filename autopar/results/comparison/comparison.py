@@ -79,19 +79,19 @@ class Comparison:
 
     @property
     def accuracy(self) -> float | None:
-        """How near predicted step times are to measured ones, from 0 to 1."""
+        """Nearness of predicted step times to measured ones, from 0 to 1."""
         near = [max(0.0, 1 - abs(guess - seconds) / seconds) for guess, seconds in self._pairs()]
         return sum(near) / len(near) if near else None
 
     @property
     def rank_correlation(self) -> float | None:
-        """How well predictions order the rows, from -1 to 1."""
+        """Spearman's rank correlation of predictions and measurements, from -1 to 1."""
         pairs = self._pairs()
         return spearman([guess for guess, _ in pairs], [seconds for _, seconds in pairs])
 
     @property
     def regret(self) -> float | None:
-        """How much slower the chosen plan ran than the fastest row, relatively."""
+        """Relative excess of the chosen plan's measured seconds over the fastest row's."""
         seconds = {row.name: row.measured.seconds for row in self.rows if row.measured}
         return seconds[self.chosen] / min(seconds.values()) - 1 if self.chosen in seconds else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class State(Enum):
-    """How well a thing is: `WARN` for what works, but not as it could."""
+    """Health of an examined thing: `WARN` if it works, but not as it could."""
 
     OK = "ok"
     WARN = "warn"

@@ -87,7 +87,7 @@ class Choice:
 
     @staticmethod
     def of(layer: Layer, plan: Plan, names: Collection[str]) -> Choice:
-        """How a plan splits one of its layers, and with it all of these `names`."""
+        """A plan's own split of one of its layers, and of all of these `names`."""
         alike = [each for each in plan.layers if each.name in names]
         return Choice(
             layer.strategy,
@@ -124,7 +124,7 @@ class LayerChoices:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that is otherwise, and the plan that was then found; `reason` says why there is none."""
+    """A changed circumstance, and the plan that was then found; `reason` says why there is none."""
 
     what: str
     outcome: Outcome | None

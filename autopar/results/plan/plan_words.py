@@ -49,7 +49,7 @@ class AxisSplit(Protocol):
 
 
 def split_of(kind: str | None, factor: str | None) -> str:
-    """How an operator is split on one axis."""
+    """An operator's split on one axis, in words."""
     return f"{kind} {factor_name(factor)}" if kind and factor else WHOLE
 
 
@@ -66,7 +66,7 @@ def factor_name(factor: str) -> str:
 
 
 def splits_of(layer: AxisSplit) -> list[str]:
-    """How an operator is split on each axis."""
+    """An operator's split on each axis, in words."""
     return [split_of(kind, factor) for kind, factor in zip(layer.kinds, layer.strategy, strict=True)]
 
 
@@ -107,7 +107,7 @@ def gap_of(gap: float) -> str:
 
 
 def how_it_ended(status: str, gap: float) -> str:
-    """How the search ended, with a comma; nothing where the gap says it all."""
+    """The end of the search in words, with a comma; "" where the gap says it all."""
     if status == "time_limit":
         return "stopped by the time limit, "
     return "optimal, " if status == "optimal" and gap_of(gap) == gap_of(0.0) else ""

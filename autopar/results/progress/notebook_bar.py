@@ -88,7 +88,7 @@ class RelayedBar:
                 draft.replace(self.path)
 
     def shown(self) -> nullcontext[None]:
-        """Nothing here: whoever reads the file shows it."""
+        """A context that shows nothing: whoever reads the file shows the bar."""
         return nullcontext()
 
     def read(self) -> tuple[int, int, str] | None:

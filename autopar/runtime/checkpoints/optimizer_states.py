@@ -56,7 +56,7 @@ class ParameterSlot(NamedTuple):
 
     @property
     def member(self) -> Member:
-        """How all ranks call it."""
+        """The parameter's name that is the same on all ranks."""
         return self.number if self.owner is None else (self.owner.tree.number, self.owner.name)
 
 

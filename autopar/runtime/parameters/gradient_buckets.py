@@ -112,7 +112,7 @@ def assign(
 
 
 def ranks_of(key: str) -> int:
-    """How many ranks a group has."""
+    """Number of ranks in a group."""
     mesh, axes = parse_key(key)
     return math.prod(mesh.shape[axis] for axis in axes)
 

@@ -122,7 +122,7 @@ def nothing(mesh: DeviceMesh) -> nn.Parameter:
 
 
 def placements_of(layout: Layout) -> tuple[DPlacement, ...]:
-    """How torch says that a tensor is laid."""
+    """The placements of a layout in torch's terms."""
     return tuple(DShard(item.dim) if isinstance(item, Shard) else DReplicate() for item in layout)
 
 

@@ -83,7 +83,8 @@ class Compile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """How programs run on this rank: where, in what buckets of gradients, drawing masks from which stream."""
+    """Settings with which programs run on this rank: device, buckets of gradients, and the stream of random
+    masks."""
 
     device: torch.device
     timeout: timedelta

@@ -72,7 +72,7 @@ class NumberSlot:
 
     @property
     def name(self) -> tuple[int, Any]:
-        """Equal for one place."""
+        """A key that is equal for one slot."""
         return id(self.place), self.key
 
 

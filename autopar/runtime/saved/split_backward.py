@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Box(Generic[T]):
-    """Something saved; None once it is of no use. What can be had anew lies there for a first half alone, and
-    `then` the way to it."""
+    """A saved value; None once it is of no use. A value that can be made anew lies there for a first half
+    alone, and `then` is the way to it."""
 
     saved: T | None
     then: T | None = None

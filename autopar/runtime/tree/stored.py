@@ -86,10 +86,10 @@ def is_in_serial_order(part: InputPart, mesh: DeviceMesh) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor of a module is stored: its part, and the key that gathers it.
+    """Storage of a module's tensor: its part, and the key that gathers it.
 
-    With pipeline stages only some ranks hold it: `holder` is the rank of the world that the others
-    get it from, None if all hold it.
+    With pipeline stages only some ranks hold it: `holder` is the rank of the world that the others get it
+    from, None if all hold it.
     """
 
     part: InputPart

@@ -72,7 +72,7 @@ class MultiplierSearch:
     high: float = 1.0
 
     def note(self, cost: float, seconds: float, *, shows: bool) -> None:
-        """Note what was found under the multiplier: its cost there, its seconds, and whether sums show."""
+        """Note the result under the multiplier: its cost there, its seconds, and whether sums show."""
         self.tried.append(self.multiplier)
         self.low, self.high = (self.multiplier, self.high) if shows else (self.low, self.multiplier)
         if self.bisects:

@@ -19,7 +19,7 @@ _WORDS = {Gathering.REGATHER: "gathered again in backward", Gathering.ONCE: "gat
 
 
 def ways(level: ShardState, *, stored: bool) -> tuple[Gathering, ...]:
-    """How weights in shards may be gathered; where they are `stored` already, they may have to be."""
+    """Ways to gather weights in shards; where they are `stored` so already, at least one."""
     return level.gatherings or ((Gathering.KEEP,) if stored else ())
 
 
@@ -34,13 +34,14 @@ def _axes(layout: Layout) -> frozenset[int]:
 
 
 def when(program: Program, name: str, move: Move) -> str:
-    """How a conversion of a weight differs from one that is kept, for the plan: ", gathered once a step"."""
+    """Words of a plan on when a weight's gather is made, such as ", gathered once a step"; "" for other
+    moves."""
     words = _WORDS.get(program.gathering(name)) if gathers(move) else None
     return f", {words}" if words else ""
 
 
 def gathering_notes(graph: Graph, program: Program) -> list[str]:
-    """How many weights lie in shards and are gathered, by whatever moves, in which way."""
+    """Notes on the number of weights in shards, by the way in which they are gathered."""
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     counts = Counter(
         program.gathering(name)

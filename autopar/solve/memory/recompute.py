@@ -118,12 +118,13 @@ class _Fitting:
 
     @property
     def trials(self) -> int:
-        """How many single parts a candidate tries to give up: fewer in deep programs, which replay slowly."""
+        """Number of single parts that a candidate tries to give up: fewer in deep programs, which replay
+        slowly."""
         return min(PART_TRIALS, TRIAL_EFFORT // len(self.priced.graph.operators))
 
     @property
     def refined(self) -> int:
-        """How many of the fastest candidates that fit do so."""
+        """Number of fitting candidates, the fastest, that are refined."""
         return max(1, REFINED * self.trials // PART_TRIALS)
 
     def under(self, cap: int) -> FittedProgram:

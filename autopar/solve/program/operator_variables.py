@@ -30,8 +30,8 @@ def value_of(layout: Layout, alike: Alike) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How the operators of a class make a result as a view of the operand at `place`: from which layout, in
-    which, and the x that do."""
+    """A result as a view of the operand at `place`: the operand's layout, the result's, and the variables x
+    of the strategies that make it so."""
 
     maker: str
     place: int
@@ -161,7 +161,7 @@ class OperatorVariables:
         return found
 
     def views(self, name: str, index: int) -> list[View]:
-        """How a class of operators makes a result as a view."""
+        """Views as which a class of operators makes a result."""
         found: dict[tuple[int, Layout, Layout], list[int]] = {}
         for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
             place = self.prices.operator(self.by_name[name], strategy).saved.aliases[index]

@@ -184,7 +184,8 @@ class Problem:
         return changed
 
     def times(self, tensor: TensorClass, phase: GatherPhase) -> float:
-        """How many times a move of a tensor counts in a phase."""
+        """Weight of a move of a tensor in a phase: its members, times the step weight if the move is made
+        once a step."""
         count = float(len(tensor.members))
         return count if phase.next is None else count * self.prices.step_weight
 
@@ -527,7 +528,7 @@ class Problem:
         return found
 
     def output_needs(self, name: str) -> Marginal:
-        """How a tensor leaves the graph: in its one layout, or in one that is chosen."""
+        """Layouts in which a tensor leaves the graph: one, or a variable for each that may be chosen."""
         layouts = self.space.outputs[name]
         if len(layouts) == 1:
             return {self.canonical(name, layouts[0]): [(1.0, ONE)]}

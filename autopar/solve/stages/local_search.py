@@ -28,7 +28,7 @@ FEWEST_CUTS = 300  # nor are fewer than these where it is not
 
 
 def cuts_left(operators: int) -> int:
-    """How many assignments of so many operators `improved_step` cuts at most."""
+    """Most assignments of so many operators that `improved_step` cuts."""
     return CUT_EFFORT // operators
 
 

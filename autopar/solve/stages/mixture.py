@@ -173,7 +173,7 @@ class Mixture:
         return self.moves(name, source, level, self.needs(name, levels))
 
     def given(self, name: str, levels: Levels) -> tuple[Layout, tuple[Move, ...], Gathering] | None:
-        """How an input is stored, with its conversions: as the assignment of one of its users has it."""
+        """An input's stored layout, with its conversions, as the assignment of one of its users has it."""
         needs = self.needs(name, levels)
         for level in dict.fromkeys([level for level, _ in needs] or [levels[-1]]):
             layout = self.programs[level].inputs[name]

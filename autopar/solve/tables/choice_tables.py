@@ -176,7 +176,7 @@ class ChoiceTables(Problem):
             yield table_of(joint, seconds)
 
     def kept(self, taken: Sequence[int]) -> dict[str, Stored]:
-        """How each input is kept best beside the alternatives that are taken."""
+        """The best way to store each input beside the alternatives that are taken."""
         costs, found = np.asarray(self.lp.costs), dict[str, Stored]()
         for tensor, joint in zip(self.tensors, self.joints, strict=True):
             if isinstance(joint.made, InputLayouts):

@@ -447,7 +447,7 @@ class MemoryTables(ChoiceTables):
         return Totals(float(seconds), float(held), float(rests))
 
     def stored_ways(self, chosen: Chosen) -> dict[str, Stored]:
-        """How each input is kept."""
+        """The stored layout of each input, and when it is gathered."""
         found = dict[str, Stored]()
         for number, kept in chosen.kept.items():
             made, name = self.joints[number].made, self.tensors[number].name

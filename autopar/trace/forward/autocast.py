@@ -60,8 +60,8 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """How a call is written without autocast: its operands of floats but for doubles as `dtype`, `keywords`
-    beside its own, and the dtypes of its results."""
+    """Form of a call without autocast: its operands of floats but for doubles as `dtype`, `keywords` beside
+    its own, and the dtypes of its results."""
 
     dtype: torch.dtype | None
     keywords: Mapping[str, Any]
@@ -88,7 +88,7 @@ class Casting:
         specs: Mapping[str, TensorSpec],
         dtype: torch.dtype | None,
     ) -> Cast:
-        """How the call is written that torch makes of `target(*args, **kwargs)` where `dtype` is autocast's.
+        """Find the form without autocast of `target(*args, **kwargs)`, where `dtype` is autocast's.
 
         Raises UncastError where no casts of operands do the same, and what torch raises.
         """

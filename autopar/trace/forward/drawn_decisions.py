@@ -28,7 +28,8 @@ class DrawnDecisions:
         self._answers: dict[int, bool] = {}
 
     def after(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a function makes of draws, also of a list of them or as one: `all(drawn)` unbinds it."""
+        """Note the results of a function of draws, also of a list of them or as one: `all(drawn)` unbinds
+        it."""
         if function in _DRAWS + _IN_PLACE or any(id(item) in self._drawn for item in _tensors(args)):
             self._drawn |= {id(item): item for item in _tensors((result,))}
         if not isinstance(result, Tensor):

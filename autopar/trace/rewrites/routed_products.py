@@ -103,7 +103,7 @@ class _Unsorting:
             self.kept |= {mark.by for mark in given if mark and mark.order is Order.ROWS}
 
     def marks_of_sort(self, item: Operator) -> None:
-        """Note what a sort of whole numbers gives, or a count of those that are sorted."""
+        """Note the results of a sort of whole numbers, or a count of those that are sorted."""
         if item.operands and (counts := self.known.counted(item)):
             self.give(item, counts)
             return

@@ -88,7 +88,7 @@ class _OnCopy:
 
 @dataclass(frozen=True, slots=True)
 class InputDecision:
-    """Something that forward asked of its inputs, the answer, and the user's line; `of_values`, or of how
+    """A question that forward asked of its inputs, the answer, and the user's line; `of_values`, or of how
     they lie."""
 
     asked: ComputedValue

@@ -358,7 +358,7 @@ def _rounds(tensor: Tensor) -> bool:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Equal for tensors of equal shape, dtype and values alone."""
+    """A digest that is equal for tensors of equal shape, dtype and values alone."""
     kind = f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}"
     found = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts_of(tensor.detach()):
