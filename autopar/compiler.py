@@ -29,6 +29,7 @@ from autopar.results.plan.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
+from autopar.runtime.collectives.random import drawing_apart
 from autopar.runtime.executable import Executable, PinnedLayouts, StagedExecutable
 from autopar.sharding.sample_dims import samples_elsewhere
 from autopar.sharding.strategies import dims_of
@@ -91,10 +92,13 @@ class Compiler(Planner):
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
+        rank, device = dist.get_rank(), self.device()
         if plan is None:
             require_known()
-            plan = resized(traced.graph, known, self.cluster, request) or self.agree(traced, request)
-        rank, device = dist.get_rank(), self.device()
+            with drawing_apart(
+                device
+            ):  # who measures draws, and what the user draws next is alike on all ranks
+                plan = resized(traced.graph, known, self.cluster, request) or self.agree(traced, request)
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:

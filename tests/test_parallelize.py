@@ -237,3 +237,25 @@ def flat(output: dict[str, Any]) -> Any:
 def test_an_output_has_its_dataclasses_at_any_depth(ranks: int, pools: Pools) -> None:
     for serial, ours in pools(ranks).run(sided):
         torch.testing.assert_close(ours, serial, rtol=EXACT, atol=EXACT)
+
+
+def drawn_after_rank_0_measured() -> list[float]:
+    from autopar.compiler import Compiler  # noqa: PLC0415 -- of this rank
+
+    model, (x, _) = net()
+    agree = Compiler.agree
+
+    def measuring(self: Compiler, *args: Any) -> Any:
+        if dist.get_rank() == 0:
+            torch.rand(7)
+        return agree(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compiler, "agree", measuring)
+        autopar.parallelize(model, autopar.ClusterSpec.local(2), (x,), force="batch", measure=False)
+    return torch.rand(3).tolist()
+
+
+def test_what_is_drawn_to_measure_leaves_ranks_in_one_random_state(pools: Pools) -> None:
+    first, second = pools(2).run(drawn_after_rank_0_measured)
+    assert first == second

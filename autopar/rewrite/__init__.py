@@ -8,6 +8,7 @@ hoist                   exchanges of activations, started early
 late_gradients          gradients of weights, beside sums of their input's gradients
 recompute               parts that are recomputed in backward, as modules
 defer_sync              gradient sums and gathers, once a step
+torch_bindings          calls of torch's own bindings, in the code that runs
 split_stages            the programs of pipeline stages
 unequal_micro_batches   a plan for micro-batches that are a sample shorter
 samples                 the samples that each rank loads

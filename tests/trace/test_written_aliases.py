@@ -88,6 +88,13 @@ class Written(nn.Module):
         return h.tanh() * y.sum()
 
 
+TWO = Mesh((2,))
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 6, dtype=torch.float64)
+
+
 def in_batches(graph: Graph, mesh: Mesh) -> Forced:
     dims = dims_of(graph, mesh)
     return dims, force_kinds(graph, dims, ["batch"])
@@ -97,12 +104,12 @@ def in_batches(graph: Graph, mesh: Mesh) -> Forced:
 @pytest.mark.parametrize("name", [*ITSELF, *COPIES])
 def test_a_write_to_a_result_that_is_the_argument_is_a_write_to_that_alone(name: str) -> None:
     model = Written((ITSELF | COPIES)[name])
-    check_against_serial(model, Mesh((2,)), torch.randn(6, 6), by=in_batches)
+    check_against_serial(model.double(), TWO, batch(), by=in_batches)
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_write_through_a_view_reaches_what_it_is_a_view_of(name: str) -> None:
-    check_against_serial(Written(VIEWS[name]), Mesh((2,)), torch.randn(6, 6), by=in_batches)
+    check_against_serial(Written(VIEWS[name]).double(), TWO, batch(), by=in_batches)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -140,7 +147,7 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_what_changes_its_shape_in_place_is_a_view_from_there_on(name: str) -> None:
-    check_against_serial(Shaped(SHAPED[name]), Mesh((2,)), torch.randn(6, 6), by=in_batches)
+    check_against_serial(Shaped(SHAPED[name]).double(), TWO, batch(), by=in_batches)
 
 
 @pytest.mark.parametrize("of", ["a buffer", "its input"])

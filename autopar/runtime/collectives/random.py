@@ -102,12 +102,18 @@ def mixed(*numbers: int) -> int:
 
 
 @contextmanager
+def drawing_apart(device: torch.device) -> Iterator[None]:
+    """Put the default generators back where they were, whatever is drawn within."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        yield
+
+
+@contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
     """Within, what is drawn follows from `seed`; then the default generators stand as before."""
-    is_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if is_gpu else [], device_type="cuda"):
+    with drawing_apart(device):
         torch.default_generator.manual_seed(seed)
-        if is_gpu:
+        if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
