@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from autopar.core.torch_version import check_torch
 from autopar.core.version import VERSION
+from autopar.torch_seams.torch_version import check_torch
 
 if TYPE_CHECKING:
     from autopar.api import compare, explain, parallelize, plan, report, timeline

@@ -62,14 +62,12 @@ class Database:
         if (known := stand_in.stand_in()) is not None:
             return Database(known, STAND_IN)
         try:
-            database = Database._open(default_path())
+            return Database._open(default_path(), is_default=True)
         except InputError as cause:
             return Database(_prepared(stand_in.begin(cause)), STAND_IN)
-        database._is_default = True
-        return database
 
     @staticmethod
-    def _open(place: Path) -> Database:
+    def _open(place: Path, *, is_default: bool = False) -> Database:
         with _refused(place):
             if place.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a folder")
@@ -80,7 +78,7 @@ class Database:
             except BaseException:
                 connection.close()
                 raise
-        return Database(connection, place)
+        return Database(connection, place, is_default=is_default)
 
     @staticmethod
     def in_memory(name: Path) -> Database:

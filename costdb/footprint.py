@@ -21,7 +21,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.core.costs import Footprint, SavedByCall
 from autopar.core.graph import Call, TensorSpec
@@ -29,6 +28,8 @@ from autopar.core.operator_facts import facts_of
 from autopar.core.size_patterns import ResultShapes, SizePattern, pattern_of, result_shapes
 from autopar.errors import CostMissingError
 from autopar.ops.recurrent import has_workspace, steps_of
+from autopar.torch_seams.fakes import FakeTensorMode
+from autopar.torch_seams.tensors import storage_key
 from costdb import operands
 from costdb.recurrence import footprint_of_steps, saved_in_runs
 
@@ -186,7 +187,7 @@ def _positions(tensors: tuple[torch.Tensor | None, ...]) -> dict[int, int]:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, also where it has no address (fake tensors)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_key(tensor.untyped_storage()))
 
 
 def _spec(tensor: torch.Tensor | None) -> TensorSpec | None:

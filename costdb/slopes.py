@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.costs import Passes, Slope
 from autopar.core.graph import Call
@@ -31,6 +30,8 @@ from autopar.core.operator_facts import facts_of
 from autopar.core.size_patterns import ResultShapes, Shape, SizePattern, pattern_of, result_shapes
 from autopar.errors import CostMissingError
 from autopar.ops.recurrent import has_workspace, steps_of
+from autopar.torch_seams.modes import TorchDispatchMode
+from autopar.torch_seams.tensors import storage_key
 from costdb import operands
 from costdb.footprint import on_zeros, storage_of, without_data
 from costdb.recurrence import passes_in_runs, passes_of_steps
@@ -218,7 +219,7 @@ class _NewBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.count = 0
-        self.old = {storage._cdata: storage for storage in old}
+        self.old = {storage_key(storage): storage for storage in old}
         self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # and its number
 
     def __torch_dispatch__(

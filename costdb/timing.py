@@ -39,6 +39,8 @@ from typing import TypeAlias
 
 import torch
 
+from autopar.torch_seams.devices import sleep_on_gpu
+
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
 VISITS = 5
 SURELY = 10  # budgets that one run takes of what isn't just slow for once
@@ -138,7 +140,7 @@ class _Timed:
 
     def _marks(self) -> Sequence[Mark]:
         if self.device.type == "cuda":
-            torch.cuda._sleep(self.head_start)
+            sleep_on_gpu(self.head_start)
         return self.run(lambda: moment(self.device))
 
 

@@ -1,21 +1,24 @@
 """What must be understood of the package, counted: `python -m tests.counts`.
 
 By room: lines, files, and files of its fullest folder. Of all rooms: numbers that modules name, uses of
-private names of other modules and objects, names that several classes share, names of numbers that have
-several values, and functions of many parameters.
+private names of other modules and objects, which `torch_seams` alone should have, names that several classes
+share, names of numbers that have several values, and functions of many parameters.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PARAMETERS = 8  # a function of more is hard to call
+SEAMS = "torch_seams"  # the room that knows torch's private names
 
 
 @dataclass(slots=True)
@@ -35,17 +38,49 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def private_uses(tree: ast.Module) -> Iterator[str]:
-    """Private names of torch's modules that are imported or reached, and of objects that aren't `self`."""
+@cache
+def named_otherwise() -> frozenset[str]:
+    """Names that begin with an underscore and aren't private: ATen's operators, and Python's frames."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    return frozenset((*settings["flake8-self"]["extend-ignore-names"], "_exit", "_replace"))
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """Private names that a module's classes make: within the module they are no one else's."""
+    found = set[str]()
     for node in ast.walk(tree):
         match node:
+            case ast.ClassDef(body=body):
+                found.update(item.name for item in body if isinstance(item, ast.FunctionDef))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def private_uses(tree: ast.Module) -> Iterator[str]:
+    """Private names of torch's modules that are imported or reached, and of objects of other modules."""
+    own, named = own_names(tree), named_otherwise()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (item.name for item in names if _is_private_module(item.name))
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
                 private = [part for part in module.split(".") if is_private(part)]
                 yield from private or (item.name for item in names if is_private(item.name))
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
                 pass
-            case ast.Attribute(attr=name) if is_private(name):
-                yield name
+            case ast.Attribute(value=value, attr=name) if is_private(name) and name not in named:
+                if name not in own or ast.unparse(value) == "super()":
+                    yield name
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                if is_private(name):
+                    yield name
+
+
+def _is_private_module(name: str) -> bool:
+    return name.startswith("torch.") and any(map(is_private, name.split(".")))
 
 
 def numbers(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -113,12 +148,13 @@ def report() -> str:
         fullest = max(Counter(path.parent for path in paths).values())
         row = (counts.lines, len(paths), fullest, counts.num_numbers, counts.private.total())
         lines.append(f"{room:<14}{row[0]:>8}{row[1]:>8}{row[2]:>9}{row[3]:>9}{row[4]:>9}")
+    outside = Counter({where: n for where, n in total.private.items() if f"/{SEAMS}/" not in where})
     shared = sorted(name for name, modules in total.classes.items() if len(modules) > 1)
     several = sorted(name for name, values in total.numbers.items() if len(values) > 1)
     lines += [
         "",
-        f"{total.lines} lines, {total.num_numbers} numbers, {total.private.total()} private uses in "
-        f"{len(+total.private)} files",
+        f"{total.lines} lines, {total.num_numbers} numbers",
+        f"{outside.total()} private uses outside of {SEAMS}, in {len(+outside)} files",
         f"{len(shared)} names of several classes: {', '.join(shared)}",
         f"{len(several)} names of several numbers: {', '.join(several)}",
         f"{len(total.long_calls)} functions of more than {PARAMETERS} parameters",

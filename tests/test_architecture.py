@@ -2,7 +2,7 @@
 
     api, cli - proof, comparing, explaining, doctor, integrations - compiler - planning - solve - cost
         - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
-        - core - units, errors
+        - core - torch_seams - units, errors
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
 - Rooms between two dashes don't know each other, but where NEIGHBOURS says so.
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = [  # the lowest first
     {"errors", "units"},
+    {"torch_seams"},
     {"core"},
     {"trace", "sharding", "convert", "schedules", "results", "cluster"},
     {"runtime", "ops"},

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
-from autopar.core.torch_version import check_torch
 from autopar.planning.asked.options import OPTIONS, Door, Options
+from autopar.torch_seams.torch_version import check_torch
 
 
 @dataclass(frozen=True, slots=True)

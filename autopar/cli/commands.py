@@ -14,7 +14,6 @@ from rich.console import Group
 from autopar import __version__
 from autopar.cli.command import CommandOutput, taking
 from autopar.cluster import ClusterSpec
-from autopar.core.torch_version import check_torch
 from autopar.errors import (
     CheckError,
     InfeasibleError,
@@ -22,6 +21,7 @@ from autopar.errors import (
 )
 from autopar.planning.asked.option_environment import settle, write
 from autopar.planning.asked.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
+from autopar.torch_seams.torch_version import check_torch
 
 if TYPE_CHECKING:
     from autopar.results.plan.plan import Plan

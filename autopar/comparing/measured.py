@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured_peak import peak_bytes
@@ -42,6 +41,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.torch_seams import pytree
 from autopar.trace.call.call_signature import find_loss, flatten_results, split_for_loss
 from autopar.trace.export import trace
 from autopar.trace.forward.autocast import Autocast

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved.offload import HostStorage
+from autopar.torch_seams import pytree
+from autopar.torch_seams.modes import TorchDispatchMode
 from autopar.trace.values.structure import parts_of
 
 

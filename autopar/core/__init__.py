@@ -27,7 +27,6 @@ structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
 slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar
-torch_version    the versions of torch that autopar knows
 uncollected   planning and importing without the garbage collector
 user_text     texts of users as data, JSON and TOML, within bounds
 costs         what operators and collectives cost, and the devices and links

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from autopar.errors import RuleError
+from autopar.torch_seams.schemas import OpOverload, OpOverloadPacket, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,8 +164,8 @@ def facts_of(target: Target) -> Facts:
 
 def writes(target: Target) -> bool:
     """Whether an operator may write to an argument, as its schema says or as is declared."""
-    schema = getattr(target, "_schema", None)
-    return bool(schema and schema.is_mutable) or facts_of(target).hidden_writes is not None
+    is_mutable = isinstance(target, OpOverload) and schema_of(target).is_mutable
+    return is_mutable or facts_of(target).hidden_writes is not None
 
 
 def is_random(target: Target) -> bool:
@@ -179,7 +180,7 @@ def is_repeatable(target: Target) -> bool:
 
 def _overloads(targets: tuple[Target, ...]) -> Iterator[Target]:
     for target in targets:
-        if isinstance(target, torch._ops.OpOverloadPacket):
+        if isinstance(target, OpOverloadPacket):
             yield from (getattr(target, name) for name in target.overloads())
         else:
             yield target

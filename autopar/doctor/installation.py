@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from autopar.core.torch_version import RANGE, is_tried
 from autopar.core.version import VERSION
 from autopar.errors import AutoparError, InputError
 from autopar.results.explanation.examination import Finding, ok, warn, wrong
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
+from autopar.torch_seams.torch_version import RANGE, is_tried
 from autopar.units import show_bytes
 from costdb.database import Database, default_path
 from costdb.setting import fingerprint

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.doctor.rank_facts import RankFacts, facts_here
 from autopar.errors import cut_text
+from autopar.torch_seams.collectives import PrefixStore, Store, TCPStore
 
 MEETING_SECONDS = 15.0  # in which all ranks must have come, and in which a message must arrive
 SMALL, LARGE = 16, 8 << 20  # bytes of the messages that give latency and bandwidth

@@ -10,6 +10,6 @@ A framework takes processes for replicas that pass different batches. Ranks of a
 batch, so for everything that counts samples there is one process; only files are written by rank 0 alone.
 """
 
-from autopar.core.torch_version import check_torch
+from autopar.torch_seams.torch_version import check_torch
 
 check_torch()

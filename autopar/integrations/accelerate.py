@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.integrations.versions import check_version
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.trace.call.user_source import calling_line
 
 check_version("accelerate")
@@ -126,7 +126,7 @@ class OneBatch:
     def _require_whole(self, call: str) -> None:
         """Raise InputError where each rank loads its own samples, of which no other knows."""
         if any(
-            isinstance(model, ParallelModule) and model._autopar.has_local_inputs for model in self._models
+            isinstance(model, ParallelModule) and runner_of(model).has_local_inputs for model in self._models
         ):
             raise InputError(
                 where=f"Accelerator.{call}, {calling_line()}",
@@ -160,6 +160,7 @@ class Accelerator(OneBatch, _Accelerator):  # type: ignore[misc]
     """An Accelerator for a parallel module."""
 
 
+_MARK = "_knows_parallel"
 _last: list[weakref.ref[Any]] = []  # the accelerator that was given a parallel module last
 
 
@@ -169,7 +170,7 @@ def _exchange_nothing() -> None:
     They are `gather`, `gather_object` and `reduce`, wherever they are imported, while there is one.
     """
     known = {name: getattr(operations, name) for name in ("_gpu_gather", "_gpu_gather_object")}
-    if any(hasattr(function, "_knows_parallel") for function in known.values()):
+    if any(hasattr(function, _MARK) for function in known.values()):
         return
     for name, function in known.items():
         setattr(operations, name, _of_accelerator("gather", function))
@@ -185,13 +186,13 @@ def _of_accelerator(method: str, function: Callable[..., Any]) -> Callable[..., 
         function_of = function if accelerator is None else getattr(accelerator, method)
         return function_of(data, *args, **kwargs)
 
-    exchange._knows_parallel = True  # type: ignore[attr-defined]
+    setattr(exchange, _MARK, True)
     return exchange
 
 
 def become_parallel(accelerator: Any) -> None:
     """Let one of accelerate's own be such an Accelerator from now on; raises InputError if it is too late."""
-    if accelerator._dataloaders or accelerator._schedulers:
+    if accelerator._dataloaders or accelerator._schedulers:  # noqa: SLF001  (accelerate's)
         raise InputError(
             where=f"Accelerator.prepare, {calling_line()}",
             found="a loader or scheduler that was prepared before the parallel module",

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from autopar.errors import InputError
 from autopar.integrations.versions import check_version
 from autopar.runtime.launch import worker
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 
 check_version("lightning")
 
@@ -61,9 +61,9 @@ class Strategy(SingleDeviceStrategy):
                 remedy="write self.net = autopar.parallelize(self.net, cluster, example) in configure_model",
             )
         for item in parallel:
-            item._autopar.tensors.require_placed()
+            runner_of(item).tensors.require_placed()
         _share_rest(model, parallel)
-        if not any(item._autopar.has_local_inputs for item in parallel):
+        if not any(runner_of(item).has_local_inputs for item in parallel):
             _count_once(model)
         super().setup(trainer)
 

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 from autopar.runtime.module.parallel_module import ParallelModule
 
+_MARK = "_autopar_looks"
+
 
 def recognise() -> None:
     """Make the classes of frameworks recognise parallel modules from now on."""
@@ -60,7 +62,7 @@ def _look_into(module: ModuleType) -> None:
 def _look_at(owner: type, entry: str, change: Callable[[Any], None]) -> None:
     """Let one entry look, which goes on in the class that the object has become, if that has its own."""
     function = getattr(owner, entry)
-    if hasattr(function, "_looks"):
+    if hasattr(function, _MARK):
         return
 
     @functools.wraps(function)
@@ -73,7 +75,7 @@ def _look_at(owner: type, entry: str, change: Callable[[Any], None]) -> None:
             return vars(added[0])[entry](self, *args, **kwargs) if added else function(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
-    looking._looks = True  # type: ignore[attr-defined]
+    setattr(looking, _MARK, True)
     setattr(owner, entry, looking)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError
 from autopar.integrations.accelerate import become_parallel
 from autopar.integrations.versions import check_version
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.whole_model import full
 
 check_version("transformers")
@@ -60,14 +60,14 @@ class ParallelTraining:
         others do."""
         optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
         if not any(group["params"] for group in optimizer.param_groups):
-            optimizer.param_groups[0]["params"].extend(self.model._autopar.tensors.nothing)
+            optimizer.param_groups[0]["params"].extend(runner_of(self.model).tensors.nothing)
         return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of one batch; with stages by `train_step`."""
-        if not (isinstance(model, ParallelModule) and model._autopar.takes_steps):
+        if not (isinstance(model, ParallelModule) and runner_of(model).takes_steps):
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
         model.train()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
@@ -124,8 +124,8 @@ def _check(model: Any, args: Any) -> None:
         raise _refused(
             f"a {type(model).__name__}", "a parallel module", "pass what parallelize returned as `model`"
         )
-    model._autopar.tensors.require_placed()
-    if model._autopar.has_local_inputs:
+    runner_of(model).tensors.require_placed()
+    if runner_of(model).has_local_inputs:
         raise _refused(
             "a parallel module with local inputs",
             "the whole batch on every rank, of whose labels the Trainer counts",

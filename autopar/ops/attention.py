@@ -75,8 +75,8 @@ class Attention(Rule):
             found.append(Relation(((key, at),), ((value, at),)))
         return found
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
-        depth = super()._depth(op, equation, factor, atoms)
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
         return min(depth, 1) if factor == "q" else depth  # a rank's rows are one range
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:

@@ -105,12 +105,12 @@ class _AnyConvolution(Rule):
             found.append(Relation(((op.operands[0], 0),), ((result, 0),)))
         return found
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Any) -> int:
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Any) -> int:
         if factor == "g":
             at = len(op.shape(0)) - len(self.space(op)) - 1
             outer = {atoms.of[op.operands[0]][at][0], atoms.of[op.operands[1]][0][0]}
             return 1 if outer == {int(op["groups"])} else 0
-        return super()._depth(op, equation, factor, atoms)
+        return super().depth_of(op, equation, factor, atoms)
 
     def local_groups(self, site: Site) -> int:
         axes = site.axes("g")

@@ -35,8 +35,8 @@ class Embedding(Rule):
         kinds = {"v": Kind.CONTRACTED}
         return Equation((("v", "e"), indices), ((*indices, "e"),), kinds, linear=(frozenset({0}),))
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
-        depth = super()._depth(op, equation, factor, atoms)
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
         return min(depth, 1) if factor == "v" else depth  # a rank's rows are one range
 
     def lower(self, site: Site) -> Sequence[Any]:

@@ -11,6 +11,7 @@ import torch
 
 from autopar.sharding.equation import Equation, Kind, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, register
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ class Complex(Rule):
         def labels(shape: tuple[int, ...], *, pairs: bool) -> Labels:
             return (*(f"d{dim}" for dim in range(len(shape) - pairs)), *(("pair",) if pairs else ()))
 
-        name = op.operator.target._schema.name.split("::")[1]
+        name = schema_of(op.operator.target).name.split("::")[1]
         operand = labels(op.shape(), pairs=name == "view_as_complex")
         result = labels(op.result_shape(), pairs=name == "view_as_real")
         return Equation((operand,), (result,), {"pair": Kind.WHOLE}, linear=_LINEAR)

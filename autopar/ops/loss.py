@@ -18,6 +18,7 @@ from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind, Labels
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.statistics import narrowed, widened
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
@@ -146,8 +147,8 @@ class CrossEntropy(Rule):
             return Equation(operands, (rest,), kinds)
         return Equation(operands, ((),), kinds | dict.fromkeys(rest, Kind.CONTRACTED))
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
-        depth = super()._depth(op, equation, factor, atoms)
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
         return min(depth, 1) if factor == "c" else depth  # a rank's classes are one range
 
     def lower(self, site: Site) -> Sequence[Any]:
@@ -187,7 +188,7 @@ class CrossEntropy(Rule):
     def by_class(self, site: Site) -> tuple[Handle, Handle]:
         """Every label's loss and weight, the same on all ranks that share the classes."""
         dim, axes, target = self.dim(site), site.axes("c"), site.values[1]
-        value, normal = widened(site, site.values[0]), "cross_entropy" in site.operator.target._schema.name
+        value, normal = widened(site, site.values[0]), "cross_entropy" in schema_of(site.operator.target).name
         shares = []
         if normal:
             value, _ = shifted(site, value, [dim], axes)

@@ -15,6 +15,7 @@ from autopar.core.graph import may_learn
 from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def _overloads(names: str) -> tuple[Any, ...]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet else ():
             target = getattr(packet, overload)
-            schema = target._schema
+            schema = schema_of(target)
             single = len(schema.returns) == 1 and not schema.is_mutable
             if single and str(schema.returns[0].type) == "Tensor":
                 found.append(target)
@@ -83,7 +84,7 @@ class Pointwise(Rule):
 
     def linear(self, op: Instance) -> tuple[frozenset[int], ...]:
         """Sets of operands in which the call is linear without a constant term."""
-        name = op.operator.target._schema.name.split("::")[1]
+        name = schema_of(op.operator.target).name.split("::")[1]
         floating = [index for index, item in enumerate(op.operands) if may_learn(op.specs[item].dtype)]
         if name in {"add", "sub"} and len(op.operands) == 2 and len(floating) == 2:
             return (frozenset({0, 1}),)

@@ -26,6 +26,7 @@ from autopar.sharding.equation import Equation, Kind, Labels
 from autopar.sharding.halo import fetch, result_rows
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.window import Window, per_dim
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 _SPACE = "dhw"
@@ -38,7 +39,7 @@ class _Pooling(Rule):
     linear: tuple[frozenset[int], ...] = ()
 
     def space(self, op: Instance) -> str:
-        name = op.operator.target._schema.name  # aten::max_pool2d_with_indices
+        name = schema_of(op.operator.target).name  # aten::max_pool2d_with_indices
         return _SPACE[-int(name[name.index("d", name.index("pool")) - 1]) :]
 
     def first(self, op: Instance) -> int:

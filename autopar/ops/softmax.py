@@ -18,6 +18,7 @@ import torch
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.statistics import cast, wide
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ class Softmax(Rule):
         value, _ = shifted(site, value, [dim], axes)
         total = sum_of_exponentials(site, value, [dim])
         total = site.reduce(total, axes, target=torch.ops.autopar.p_to_b.default)
-        if "log" in site.operator.target._schema.name:
+        if "log" in schema_of(site.operator.target).name:
             value = site.call(aten.sub.Tensor, value, site.call(aten.log.default, total))
         else:
             value = site.call(aten.div.Tensor, site.call(aten.exp.default, value), total)

@@ -155,8 +155,8 @@ class SparseProduct(Rule):
             found.append(Option(NEEDED, (B, B, B, Shard(0)), (Shard(0),)))
         return found
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
-        depth = super()._depth(op, equation, factor, atoms)
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
         return depth if factor == "f" or depth == 1 else 0  # a rank's rows are one range
 
     def lower(self, site: Site) -> Sequence[Handle]:

@@ -24,6 +24,7 @@ from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners, measure_portion
 from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError
+from autopar.torch_seams.schemas import overload_name
 from costdb.database import Database
 
 Answer = TypeVar("Answer")
@@ -68,7 +69,7 @@ def _tell(message: Any) -> Any:
 
 def packed(call: Call) -> bytes:
     """Overloads don't pickle, their names do."""
-    packet, overload = call.target.overloadpacket.__name__, call.target._overloadname
+    packet, overload = call.target.overloadpacket.__name__, overload_name(call.target)
     return pickle.dumps((call.target.namespace, packet, overload, call.args, call.kwargs))
 
 

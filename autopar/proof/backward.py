@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost.machine.threads import using_threads
+from autopar.torch_seams.modes import TorchDispatchMode
 
 SMALL_PRODUCT_FLOPS = 1e8  # flops of one sample's product, some milliseconds of a core
 

@@ -29,6 +29,7 @@ from autopar.proof.verify import train_eagerly, verify_simulated
 from autopar.results.plan.plan import Plan
 from autopar.runtime.programs.guards import Guard, NumberSlot
 from autopar.runtime.tree import serial_model
+from autopar.torch_seams.modules import BatchNorm, DropoutNd
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.forward.autocast import Autocast
@@ -282,7 +283,7 @@ def _modes(model: nn.Module) -> Iterator[_Change]:
 
     yield _Change("the mode", whole)
     for path, module in model.named_modules():
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
+        if isinstance(module, (BatchNorm, DropoutNd)):
 
             def single(module: nn.Module = module) -> Callable[[], object]:
                 module.training = not module.training

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph
 from autopar.core.operator_facts import is_random
 from autopar.proof.verdict import Record, Verdict, judge
 from autopar.sharding.rule import Instance
+from autopar.torch_seams.modes import TorchDispatchMode
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, number_of
 
@@ -92,8 +93,8 @@ class _Average(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip((item.name for item in function._schema.arguments), args, strict=False)) | kwargs
-        match function._schema.name.removeprefix("aten::"):
+        given = dict(zip((item.name for item in schema_of(function).arguments), args, strict=False)) | kwargs
+        match schema_of(function).name.removeprefix("aten::"):
             case "native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             case "bernoulli_" if "p" in given:

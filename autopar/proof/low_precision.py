@@ -29,6 +29,7 @@ from autopar.proof.sum_order import OtherOrder
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
 from autopar.results.plan.plan import Plan
 from autopar.sharding.strategies import dims_of
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.call.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
 from autopar.trace.export import Traced
 from autopar.trace.forms.simplify import with_masks_by_dims
@@ -204,7 +205,7 @@ def _different(theirs: Counter[tuple[str, Any]], ours: Counter[tuple[str, Any]])
 
 def _kernels(log: KernelLog) -> Counter[tuple[str, Any]]:
     """By name, in place or not, with the dtypes of the results."""
-    return Counter((str(call[0]._schema.name).rstrip("_"), call[2]) for call in log.calls)
+    return Counter((str(schema_of(call[0]).name).rstrip("_"), call[2]) for call in log.calls)
 
 
 def _eager_kernels(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import autopar.runtime.collectives.placement_moves
 import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that programs call)
@@ -31,6 +30,8 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import dims_of, strategies_of
+from autopar.torch_seams import pytree
+from autopar.torch_seams.schemas import schema_of
 
 
 class OneOperator:
@@ -91,7 +92,7 @@ class OneOperator:
         for name, result in zip(names, results, strict=True):
             specs[name] = TensorSpec(tuple(result.shape), result.dtype, result.requires_grad)
         usable = facts_of(self.sample.target).usable_results
-        rest = 0 if usable is None else len(self.sample.target._schema.returns) - len(names)
+        rest = 0 if usable is None else len(schema_of(self.sample.target).returns) - len(names)
         operation = Operator("operator", self.sample.target, args, kwargs, (*names, *[None] * rest))
         return Graph(inputs, (operation,), names, specs)
 

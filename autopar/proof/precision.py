@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
 from autopar.errors import InputError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.modes import TorchDispatchMode
+from autopar.torch_seams.modules import apply_to_tensors
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.call.user_source import is_library, shown_line
 from autopar.trace.forms.simplify import with_masks_by_dims
 
@@ -57,7 +59,7 @@ def raise_model(model: nn.Module) -> nn.Module:
     def lift(tensor: Tensor) -> Tensor:
         return made.setdefault(id(tensor), (tensor, tensor.to(raised(tensor.dtype))))[1]
 
-    model._apply(lift)  # in place, as double() does it
+    apply_to_tensors(model, lift)  # in place, as double() does it
     return model
 
 
@@ -181,7 +183,7 @@ def _grouped_mm(
 
 
 _library = torch.library.Library("autopar_proof", "FRAGMENT")
-_library.define(str(torch.ops.aten._grouped_mm.default._schema).removeprefix("aten::"))
+_library.define(str(schema_of(torch.ops.aten._grouped_mm.default)).removeprefix("aten::"))
 _library.impl("_grouped_mm", _grouped_mm, "CompositeImplicitAutograd")
 _WITHOUT_FLOAT64 = {torch.ops.aten._grouped_mm.default: torch.ops.autopar_proof._grouped_mm.default}
 _INSTEAD: dict[Any, Callable[..., Tensor]] = {

@@ -32,6 +32,7 @@ from autopar.runtime.saved.offload import moves, saving_there
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import has_linear_backward
+from autopar.torch_seams.schemas import schema_of
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
@@ -180,7 +181,7 @@ def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def _meet(target: Any, calls: Sequence[Call], meaning: Meaning) -> list[Any]:
-    place = next(i for i, item in enumerate(target._schema.arguments) if item.name == "group")
+    place = next(i for i, item in enumerate(schema_of(target).arguments) if item.name == "group")
     mesh, axes = parse_key(calls[0][0][place])
     results: list[Any] = [None] * len(calls)
     for rank in range(len(calls)):

@@ -20,6 +20,7 @@ from autopar.errors import CheckError, RuleError
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
+from autopar.torch_seams.schemas import schema_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
@@ -30,7 +31,7 @@ def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 
     `calls` are the ranks' positional and keyword arguments, in group order.
     """
-    schema = target._schema
+    schema = schema_of(target)
     meaning = MEANINGS.get(schema.name.removeprefix("autopar::"))
     if meaning is None:
         raise RuleError(
@@ -62,7 +63,7 @@ class _Typed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, target: Any, calls: Sequence[Call], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.move, ctx.rest = target._schema.name.removeprefix("autopar::"), [call[0][1:] for call in calls]
+        ctx.move, ctx.rest = schema_of(target).name.removeprefix("autopar::"), [call[0][1:] for call in calls]
         return tuple(item.clone() for item in simulate(target, calls))
 
     @staticmethod
@@ -78,7 +79,7 @@ def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 
     Only so does P -> R where P -> B is meant, or a Replicate operand left unconverted, show.
     """
-    if target._schema.name.removeprefix("autopar::") not in TRANSPOSED:
+    if schema_of(target).name.removeprefix("autopar::") not in TRANSPOSED:
         return simulate(target, calls)
     apply: Any = _Typed.apply  # ships without types
     return list(apply(target, calls, *(call[0][0] for call in calls)))

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.core.size_patterns import ResultShapes, SizePattern, pattern_of, result_shapes
 from autopar.ops.recurrent import steps_dim, steps_of
+from autopar.torch_seams import pytree
 
 _META = torch.device("meta")
 _GIVEN: dict[Any, Any] = {}  # on meta tensors by calls, by all that it depends on

@@ -23,6 +23,7 @@ from autopar.rewrite.overlap import converts_activation, operators_of
 from autopar.runtime import registry
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import START, WAIT
+from autopar.torch_seams.schemas import schema_of, short_name
 
 _MOVES = {registry.operator(name): name for name in ("p_to_r", "p_to_b", "s_to_r", "s_to_b")}
 _LOCAL = {"r_to_b", "b_to_r", "r_to_p", "b_to_p", "r_to_s", "b_to_s", "s_to_p", "start_r_to_b"}
@@ -74,7 +75,7 @@ def is_ordered(node: fx.Node) -> bool:
     """Whether ranks meet in the node's exchange. Waits begin none, and local moves need none."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != registry.NAMESPACE:
         return False
-    name: str = node.target._opname  # type: ignore[union-attr]
+    name: str = short_name(node.target)
     return name not in _LOCAL and not name.startswith((WAIT, "late_"))
 
 
@@ -105,5 +106,5 @@ def _computes(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or getattr(target, "namespace", registry.NAMESPACE) == registry.NAMESPACE:
         return False
-    makes: bool = all(each.alias_info is None for each in target._schema.returns)
+    makes: bool = all(each.alias_info is None for each in schema_of(target).returns)
     return makes

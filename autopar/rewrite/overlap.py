@@ -26,6 +26,7 @@ from autopar.core.recompute import Segment
 from autopar.runtime import registry
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
+from autopar.torch_seams.schemas import OpOverload, short_name
 
 # What is in memory beside a plan's peak: weights that come, gradients that go, an activation's sum, and
 # what gradients of weights are made of.
@@ -90,7 +91,7 @@ def overlap(
 def starts(graph: fx.Graph) -> bool:
     """Whether anything in a program starts early."""
     calls = (node.target for node in graph.nodes if node.op == "call_function")
-    return any(getattr(target, "_opname", "").startswith(START) for target in calls)
+    return any(isinstance(target, OpOverload) and short_name(target).startswith(START) for target in calls)
 
 
 def converts_activation(node: fx.Node, moves: Collection[Any]) -> bool:

@@ -23,6 +23,7 @@ from torch import fx
 from autopar.core.placement import show
 from autopar.runtime.executable import Executable, InputPart, StagedExecutable
 from autopar.runtime.saved.recompute import Recomputed
+from autopar.torch_seams.schemas import OpOverload, schema_of
 
 LINE_WIDTH = 100  # columns, after which a call's arguments are wrapped
 _INDENT = "    "
@@ -125,9 +126,8 @@ class _CallWriter:
         users = _users(node)
         if not users:
             return self.names[node]
-        count = max(
-            len(getattr(getattr(node.target, "_schema", None), "returns", ())), *(i + 1 for i in users)
-        )
+        returns = schema_of(node.target).returns if isinstance(node.target, OpOverload) else ()
+        count = max(len(returns), *(i + 1 for i in users))
         return ", ".join(self.names[users[i]] if i in users else "_" for i in range(count))
 
     def show(self, item: Any) -> str:
@@ -162,6 +162,6 @@ def _base(node: fx.Node) -> str:
 
 def _target(target: Any) -> str:
     """Name the target without its overload, which the arguments tell: `aten.add`."""
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.split('::')[1]}"
+    if isinstance(target, OpOverload):
+        return f"{target.namespace}.{schema_of(target).name.split('::')[1]}"
     return str(getattr(target, "__name__", target))

@@ -19,15 +19,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.torch_seams.modes import TorchDispatchMode
+from autopar.torch_seams.schemas import BINDINGS, COMPOSITE, overload_name, schema_of
 
 _ATEN = "torch.ops.aten."
-# Not torch.add or Tensor.view: these may be functions in Python, or replaced.
-_BINDINGS = {
-    "torch._C._VariableFunctions": torch._C._VariableFunctions,
-    "torch._C._nn": torch._C._nn,
-    "torch._C.TensorBase": torch._C.TensorBase,
-}
 _NEVER_GIVEN = ("Dimname", "Optional[Dimname]", "List[Dimname]", "str")  # types of arguments
 _NAMES: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
 
@@ -87,7 +83,7 @@ def _binding(target: str, form: str) -> str | None:
         args, kwargs = eval(f"(lambda *args, **kwargs: (args, kwargs))({form})", _NAMES | {"_": stand_in})
     except (AttributeError, NameError, SyntaxError):
         return None
-    for module, functions in _BINDINGS.items():
+    for module, functions in BINDINGS.items():
         if hasattr(functions, packet) and _is_same(getattr(functions, packet), operator, args, kwargs):
             return f"{module}.{packet}"
     return None
@@ -105,15 +101,16 @@ def _is_same(
 
 
 def _is_composed(operator: Any) -> bool:
-    return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    return bool(operator.has_kernel_for_dispatch_key(COMPOSITE))
 
 
 def _is_only(operator: Any) -> bool:
     """True if no other overload returns its results anew and takes numbers and tensors alone."""
     packet = operator.overloadpacket
-    others = [getattr(packet, name) for name in packet.overloads() if name != operator._overloadname]
+    others = [getattr(packet, name) for name in packet.overloads() if name != overload_name(operator)]
     return all(
-        other._schema.is_mutable or any(str(item.type) in _NEVER_GIVEN for item in other._schema.arguments)
+        schema_of(other).is_mutable
+        or any(str(item.type) in _NEVER_GIVEN for item in schema_of(other).arguments)
         for other in others
     )
 
@@ -133,7 +130,7 @@ class _ReachedError(Exception): ...
 
 def _left_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The defaults that a call relies on."""
-    rest = operator._schema.arguments[len(args) :]
+    rest = schema_of(operator).arguments[len(args) :]
     return [item.default_value for item in rest if item.name not in kwargs]
 
 

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
+from autopar.torch_seams.autograd import any_requires_grad
+from autopar.torch_seams.modes import below_autograd
+from autopar.torch_seams.schemas import short_name
 
 NAMESPACE = "autopar"
 _Library: Any = torch.library.Library  # ships without types
@@ -82,7 +85,7 @@ def _differentiable(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 result = overload(*args)
             if setup is not None:
                 setup(ctx, args, result)
@@ -93,9 +96,9 @@ def _differentiable(
     apply: Any = Differentiable.apply  # ships without types
 
     def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
             return apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return overload(*args)
 
     return run
@@ -122,7 +125,7 @@ def constant(name: str, schema: str, kernel: Callable[..., Any], *, shape: Calla
     """An operator whose result needs no gradient, whatever its input does."""
 
     def cut(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(name)(*args)
 
     define(name, schema, kernel, shape=shape)
@@ -139,9 +142,9 @@ def in_turn(target: Any) -> Any:
     """The twin of an operator whose order ranks share, made at first; None for any other."""
     if getattr(target, "namespace", "") != NAMESPACE:
         return None
-    known = _ordered.get(target._opname)
+    known = _ordered.get(short_name(target))
     if known is not None and known.twin is None:
-        known.twin = _twin(target._opname, known)
+        known.twin = _twin(short_name(target), known)
     return known.twin if known is not None else None
 
 

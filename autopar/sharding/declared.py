@@ -31,6 +31,7 @@ from autopar.errors import InputError, RuleError, cut_text
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind, Labels, parse
 from autopar.sharding.rule import RULES, Instance, Rule, Sample, has_linear_backward
+from autopar.torch_seams.schemas import OpOverload, OpOverloadPacket, overload_of, schema_of
 
 Text: TypeAlias = str | Callable[..., str]  # an equation, or what makes one of the call's arguments
 Given = TypeVar("Given")
@@ -96,12 +97,12 @@ def register(operator: Given, equation: Text) -> Given:
 
 def target_of(operator: Any) -> Any:
     """The overload that a graph names; raises InputError for what is no operator of torch's dispatcher."""
-    found = getattr(operator, "_opoverload", operator)
+    found = overload_of(operator)
     if isinstance(found, str):
         found = _named(found)
-    if isinstance(found, torch._ops.OpOverloadPacket) and len(found.overloads()) == 1:
+    if isinstance(found, OpOverloadPacket) and len(found.overloads()) == 1:
         found = getattr(found, found.overloads()[0])
-    if isinstance(found, torch._ops.OpOverload):
+    if isinstance(found, OpOverload):
         return found
     is_function = isinstance(operator, type) and issubclass(operator, torch.autograd.Function)
     raise InputError(
@@ -122,7 +123,7 @@ def _named(name: str) -> Any:
 
 
 def _check_schema(target: Any) -> None:
-    schema = target._schema
+    schema = schema_of(target)
     wrong = None
     if schema.is_mutable:
         wrong = "an operator that writes to its arguments", "one that returns new tensors"

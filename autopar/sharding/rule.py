@@ -29,6 +29,7 @@ from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
 from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, RowScaling, RowTable
 from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
+from autopar.torch_seams.schemas import schema_of
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
 
@@ -44,7 +45,7 @@ class Instance:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Every argument by name, defaults filled in, tensors as `Ref`."""
-        schema = self.operator.target._schema
+        schema = schema_of(self.operator.target)
         found = {item.name: item.default_value for item in schema.arguments}
         found.update(zip(found, self.operator.args, strict=False))
         found.update(self.operator.kwargs)
@@ -176,12 +177,12 @@ class Site(Instance):
         queue = iter(self.values)
         bound = map_refs((self.operator.args, self.operator.kwargs), lambda _: next(queue))
         args, kwargs = list(bound[0]), dict(bound[1])
-        names = [item.name for item in self.operator.target._schema.arguments]
+        names = [item.name for item in schema_of(self.operator.target).arguments]
         for name, value in overrides.items():
             place = names.index(name)
             if place < len(args):
                 args[place] = value
-            elif not self.operator.target._schema.arguments[place].kwarg_only and place == len(args):
+            elif not schema_of(self.operator.target).arguments[place].kwarg_only and place == len(args):
                 args.append(value)
             else:
                 kwargs[name] = value
@@ -311,11 +312,11 @@ class Rule(ABC):
         equation = self.equation(op)
         found = unsharded_options(len(op.operands), op.num_results, equation.linear)
         for factor in equation.factors():
-            for atom in range(self._depth(op, equation, factor, atoms)):
+            for atom in range(self.depth_of(op, equation, factor, atoms)):
                 found.append(sharded_option(equation, factor, atom))
         return found
 
-    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         """How many atoms of `factor` can be sharded: those on which all its dims agree."""
         if equation.kind(factor) is Kind.WINDOWED:
             return 1

@@ -33,6 +33,7 @@ from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelation
 from autopar.sharding.strategies import options_of
+from autopar.torch_seams.schemas import schema_of
 
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
 
@@ -489,7 +490,7 @@ def _told(value: SampleValue) -> SortingRelation | None:
 
 def reduction_of(item: Operator) -> int | None:
     """ATen's number of the reduction that a loss ends with; None for an operator without one."""
-    for place, argument in enumerate(item.target._schema.arguments):
+    for place, argument in enumerate(schema_of(item.target).arguments):
         if argument.name == "reduction":
             given = item.kwargs.get("reduction", argument.default_value)
             return int(item.args[place] if place < len(item.args) else given)
@@ -498,7 +499,7 @@ def reduction_of(item: Operator) -> int | None:
 
 def counts_labels(item: Operator, graph: Graph) -> bool:
     """Whether the mean of a loss is over labels that aren't ignored, each with the weight of its class."""
-    names = [argument.name for argument in item.target._schema.arguments]
+    names = [argument.name for argument in schema_of(item.target).arguments]
     return "ignore_index" in names and not may_learn(graph.specs[item.operands[1]].dtype)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.core.cutting import Count, Cutting
 from autopar.core.fingerprint import fingerprint_of
@@ -25,6 +24,8 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.core.uncollected import uncollected
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
+from autopar.torch_seams import pytree
+from autopar.torch_seams.tracing import modules_themselves, without_torchs_words
 from autopar.trace.backwards.custom_backwards import caught
 from autopar.trace.backwards.taken_gradients import TakenGradients, followed
 from autopar.trace.call.call_signature import (
@@ -49,7 +50,7 @@ from autopar.trace.forward.checkpoint_regions import inlined, written_again
 from autopar.trace.forward.devices import beside, devices_of, on_one_device
 from autopar.trace.forward.foreign_random import without_draws
 from autopar.trace.forward.inference_mode import counting_writes, outside_inference_mode
-from autopar.trace.forward.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.forward.refusals import FORWARD, refusal
 from autopar.trace.forward.torch_checks import traceable
 from autopar.trace.reads.attribute_reads import Reads, current
 from autopar.trace.reads.numbers import Number, require_none
@@ -57,7 +58,7 @@ from autopar.trace.rewrites.constant_folding import folded
 from autopar.trace.rewrites.grouped_heads import with_grouped_heads
 from autopar.trace.rewrites.known_masks import with_known_masks
 from autopar.trace.rewrites.routed_products import with_routed_products
-from autopar.trace.state.eager_answers import NOTE, Answers, heard, modules_themselves
+from autopar.trace.state.eager_answers import NOTE, Answers, heard
 from autopar.trace.state.left_outside import Outside
 from autopar.trace.state.module_state import (
     Attributes,

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.core.user_text import is_file
 from autopar.errors import InputError, show_value
+from autopar.torch_seams import pytree
 from autopar.trace.call.call_signature import LossFunction, split_inputs
 from autopar.trace.call.user_source import user_line
 

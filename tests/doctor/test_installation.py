@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
-from autopar.core.torch_version import RANGE
 from autopar.doctor import installation as parts
 from autopar.doctor.installation import LIBRARIES, PYTHON, installation
 from autopar.results.explanation.examination import Examination, Finding, State, ok, warn, wrong
 from autopar.results.files.text import text_of
+from autopar.torch_seams.torch_version import RANGE
 from costdb import database
 from costdb.database import Database
 from costdb.setting import Setting

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.core.operator_facts import facts_of
 from autopar.core.work import Flops, SizedCall
+from autopar.torch_seams.schemas import has_kernel
 from costdb import operands
 from costdb.footprint import footprint
 
@@ -62,9 +63,7 @@ def _may_hold_products(call: Call) -> bool:
     if len(matrices) < 2:
         return False
     name = call.target.name()
-    return call.target.overloadpacket in flop_registry or bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, COMPOSITE)
-    )
+    return call.target.overloadpacket in flop_registry or bool(has_kernel(name, COMPOSITE))
 
 
 def _counted(call: Call) -> Flops:

@@ -30,6 +30,7 @@ from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_dims import find_batch, said_batch
 from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
 from autopar.sharding.strategies import dims_of
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.call.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
 from autopar.trace.forms.call_forms import arguments_of
@@ -373,7 +374,7 @@ def _with_numbers(part: Operator, whole: Operator) -> Operator:
     """The part's operator with the numbers that are no shapes as the whole batch has them."""
     if facts_of(part.target).by_sizes:
         return part
-    types = {argument.name: str(argument.type) for argument in part.target._schema.arguments}
+    types = {argument.name: str(argument.type) for argument in schema_of(part.target).arguments}
     args = tuple(
         theirs if _is_number(mine) and kind in _NUMBERS else mine
         for mine, theirs, kind in zip(part.args, whole.args, types.values(), strict=False)
@@ -404,7 +405,7 @@ def _uncounted(item: Operator, graph: Graph, scale: Scale) -> Operator:
     if scale.count is not None:
         (kept,) = (ref for ref in refs(item.args) if ref.name != scale.count)
         return replace(item, target=aten.div.Scalar, args=(kept, 1), kwargs={})
-    names = [argument.name for argument in item.target._schema.arguments]
+    names = [argument.name for argument in schema_of(item.target).arguments]
     place = names.index("reduction")
     if "reduction" in item.kwargs or place >= len(item.args):
         return replace(item, kwargs={**item.kwargs, "reduction": SUM_REDUCTION})
@@ -434,7 +435,7 @@ def count_of(graph: Graph, call: Arguments, scale: Scale) -> Count:
 def _kept_labels(item: Operator, graph: Graph) -> tuple[tuple[Operator, ...], str]:
     """Operators whose result a mean over labels divides by: weights of labels' classes, or 1 each, without
     ignored labels."""
-    given = {argument.name: argument.default_value for argument in item.target._schema.arguments}
+    given = {argument.name: argument.default_value for argument in schema_of(item.target).arguments}
     given |= arguments_of(item)
     labels, weight = Ref(item.operands[1]), given.get("weight")
     made = [_call("kept", aten.ne.Scalar, labels, int(given["ignore_index"]))]

@@ -10,7 +10,6 @@ and lay full tensors by chunks. Everything else is torch's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,57 +17,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as by_names
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.core.torch_version import RANGE
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
 from autopar.runtime.checkpoints.optimizer_values import mapped
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.tree.stored import sharded_state
 from autopar.runtime.tree.user_tree import UserTree, placed_trees
-
-_MARK = "_autopar_speaks_by_names"
-_DOORS = (
-    "_get_model_state_dict",
-    "_load_model_state_dict",
-    "_get_optim_state_dict",
-    "_load_optim_state_dict",
+from autopar.torch_seams.replaced import Wrap
+from autopar.torch_seams.state_dicts import (
+    flattened,
+    gathered,
+    init_state,
+    model_loaded,
+    model_saved,
+    optimizers_loaded,
+    optimizers_saved,
 )
 
 
 def speak_by_names() -> None:
     """Make torch's functions for state dicts by names accept parallel modules from now on."""
-    if hasattr(by_names, _MARK):
-        return
-    missing = [name for name in (*_DOORS, "_init_optim_state") if not hasattr(by_names, name)]
-    if missing:
-        raise InputError(
-            where="torch.distributed.checkpoint.state_dict",
-            found=f"no {missing[0]} in torch {torch.__version__}",
-            wanted="a version of torch whose state dicts are known",
-            remedy=f"run pip install '{RANGE}'",
-        )
-    for name, ours in zip(_DOORS, (_get_model, _set_model, _get_optimizers, _set_optimizers), strict=True):
-        setattr(by_names, name, _instead(getattr(by_names, name), ours))
-    setattr(by_names, _MARK, True)
+    model_saved.wrap(_instead(_get_model))
+    model_loaded.wrap(_instead(_set_model))
+    optimizers_saved.wrap(_instead(_get_optimizers))
+    optimizers_loaded.wrap(_instead(_set_optimizers))
 
 
-def _instead(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
+def _instead(ours: Any) -> Wrap:
     """A function that is ours for models with parallel modules, and theirs for all others."""
 
-    @functools.wraps(theirs)
-    def function(model: nn.Module, *arguments: Any, info: Any = None) -> Any:
-        arguments = arguments if info is None else (*arguments, info)
-        naming = Naming.of(model)
-        if not naming.prefixes:
-            return theirs(model, *arguments)
-        with torch.no_grad():
-            return ours(theirs, naming, model, *arguments)
+    def wrap(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def function(model: nn.Module, *arguments: Any, info: Any = None) -> Any:
+            arguments = arguments if info is None else (*arguments, info)
+            naming = Naming.of(model)
+            if not naming.prefixes:
+                return theirs(model, *arguments)
+            with torch.no_grad():
+                return ours(theirs, naming, model, *arguments)
 
-    return function
+        return function
+
+    return wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +173,7 @@ def _get_optimizers(
     collected: dict[str, Any] = {"state": {}, "param_groups": []}
     with naming.together("get_optimizer_state_dict"), sharded_state(not info.full_state_dict):
         for optimizer in optimizers:
-            by_names._init_optim_state(optimizer)
+            init_state(optimizer)
             names = [first for first, *_ in _serial_names(optimizer, model, naming)]
             packed = optimizer.state_dict()
             collected["state"] |= {
@@ -192,8 +184,8 @@ def _get_optimizers(
                 for group in packed["param_groups"]
             ]
         if info.flatten_optimizer_state_dict:
-            collected = by_names._flatten_optim_state_dict(collected)
-        return by_names._maybe_full_or_cpu_state_dict(collected, info)
+            collected = flattened(collected)
+        return gathered(collected, info)
 
 
 def _serial_names(optimizer: Optimizer, model: nn.Module, naming: Naming) -> list[list[str]]:
@@ -246,7 +238,7 @@ def _make_room(optimizer: Optimizer) -> None:
     gradients = [item.grad for item in parameters]
     for item in parameters:
         item.grad = None
-    by_names._init_optim_state(optimizer)
+    init_state(optimizer)
     for item, gradient in zip(parameters, gradients, strict=True):
         item.grad = gradient
 

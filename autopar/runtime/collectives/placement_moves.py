@@ -63,19 +63,19 @@ Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 # -- a split dim, seen as (blocks, length) ------------------------------------------------------
 
 
-def _blocked(x: Tensor, dim: int, blocks: int) -> Tensor:
+def in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
     return torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
 
 
-def _parts(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+def parts_of_full(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Each rank's part of the full tensor, as views with the dim seen as (blocks, size)."""
-    return torch.split(_blocked(x, dim, blocks), list(sizes), dim + 1)
+    return torch.split(in_blocks(x, dim, blocks), list(sizes), dim + 1)
 
 
 def _mine(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
     """The part of the full tensor that this rank holds, as such a view."""
     me = groups.index(group)
-    return _blocked(x, dim, blocks).narrow(dim + 1, sum(sizes[:me]), sizes[me])
+    return in_blocks(x, dim, blocks).narrow(dim + 1, sum(sizes[:me]), sizes[me])
 
 
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:
@@ -93,7 +93,7 @@ def _shape(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*x.shape[:dim], length, *x.shape[dim + 1 :])
 
 
-def _full(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+def empty_full(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
     expect(x, dim, blocks * sizes[groups.index(group)])
     return _resized(x, dim, blocks * sum(sizes))
 
@@ -134,8 +134,8 @@ def _keep_on_first(x: Tensor, group: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    x, full = x.contiguous(), _full(x, group, dim, blocks, sizes)
-    transport.all_gather(full, _parts(full, dim, blocks, sizes), _blocked(x, dim, blocks), group)
+    x, full = x.contiguous(), empty_full(x, group, dim, blocks, sizes)
+    transport.all_gather(full, parts_of_full(full, dim, blocks, sizes), in_blocks(x, dim, blocks), group)
     return full
 
 
@@ -153,19 +153,19 @@ def _regather(operator: str) -> Callable[..., Tensor]:
 def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
     expect(x, dim, blocks * sum(sizes))
     x = x.contiguous()
-    return transport.reduce_scatter(x, _parts(x, dim, blocks, sizes), group).flatten(dim, dim + 1)
+    return transport.reduce_scatter(x, parts_of_full(x, dim, blocks, sizes), group).flatten(dim, dim + 1)
 
 
-def _slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+def own_slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
     expect(x, dim, blocks * sum(sizes))
     out = _sliced(x, group, dim, blocks, sizes)
-    _blocked(out, dim, blocks).copy_(_mine(x, group, dim, blocks, sizes))
+    in_blocks(out, dim, blocks).copy_(_mine(x, group, dim, blocks, sizes))
     return out
 
 
 def _zero_pad(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    full = _full(x, group, dim, blocks, sizes).zero_()
-    _mine(full, group, dim, blocks, sizes).copy_(_blocked(x, dim, blocks))
+    full = empty_full(x, group, dim, blocks, sizes).zero_()
+    _mine(full, group, dim, blocks, sizes).copy_(in_blocks(x, dim, blocks))
     return full
 
 
@@ -173,17 +173,17 @@ def _resplit(x: Tensor, group: str, *splits: Any) -> Tensor:
     dim_from, blocks_from, sizes_from, dim_to, blocks_to, sizes_to = splits
     out = _resplit_shape(x, group, *splits)
     x = x.contiguous()
-    parts = _parts(x, dim_to, blocks_to, sizes_to)
+    parts = parts_of_full(x, dim_to, blocks_to, sizes_to)
     before, after = out.shape[:dim_from], out.shape[dim_from + 1 :]
     shapes = [(*before, blocks_from, size, *after) for size in sizes_from]
     received = transport.all_to_all(x, parts, shapes, group)
-    torch.cat(received, dim_from + 1, out=_blocked(out, dim_from, blocks_from))
+    torch.cat(received, dim_from + 1, out=in_blocks(out, dim_from, blocks_from))
     return out
 
 
 def _resplit_shape(x: Tensor, group: str, *splits: Any) -> Tensor:
     dim_from, blocks_from, sizes_from, dim_to, blocks_to, sizes_to = splits
-    out = _full(x, group, dim_from, blocks_from, sizes_from)
+    out = empty_full(x, group, dim_from, blocks_from, sizes_from)
     return _local(out, group, dim_to, blocks_to, sizes_to)
 
 
@@ -265,7 +265,7 @@ class Halo:
     def _view(self, x: Tensor, origin: int, rows: Rows) -> Tensor:
         """Global `rows` of each block of `x`, whose own first row is global row `origin`."""
         length = rows[1] - rows[0]
-        return _blocked(x, self.dim, self.blocks).narrow(
+        return in_blocks(x, self.dim, self.blocks).narrow(
             self.dim + 1, rows[0] - origin if length else 0, length
         )
 
@@ -420,19 +420,19 @@ _move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p", is_local=True)
 _alias("r_to_b", "p_to_r")
 _alias("b_to_r", "r_to_p")
 
-_move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
-_move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
-_move("s_to_r_regather", SPLIT, _regather("s_to_r"), _full, "r_to_s")
-_move("s_to_b_regather", SPLIT, _regather("s_to_b"), _full, "p_to_s")
+_move("s_to_r", SPLIT, _all_gather, empty_full, "r_to_s")
+_move("s_to_b", SPLIT, _all_gather, empty_full, "p_to_s")
+_move("s_to_r_regather", SPLIT, _regather("s_to_r"), empty_full, "r_to_s")
+_move("s_to_b_regather", SPLIT, _regather("s_to_b"), empty_full, "p_to_s")
 for _precision, _ending in SUMMED.items():
     _summed, _scattered = (summing_in(_name, DTYPES[_precision]) for _name in ("p_to_r", "p_to_s"))
     _alias("r_to_b" + _ending, _summed)
-    _move("s_to_b" + _ending, SPLIT, _all_gather, _full, _scattered)
-    _move("s_to_b" + _ending + "_regather", SPLIT, _regather("s_to_b"), _full, _scattered)
+    _move("s_to_b" + _ending, SPLIT, _all_gather, empty_full, _scattered)
+    _move("s_to_b" + _ending + "_regather", SPLIT, _regather("s_to_b"), empty_full, _scattered)
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
-_move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
-_move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)
-_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s", is_local=True)
+_move("r_to_s", SPLIT, own_slice, _sliced, "s_to_r", is_local=True)
+_move("b_to_s", SPLIT, own_slice, _sliced, "s_to_p", is_local=True)
+_move("s_to_p", SPLIT, _zero_pad, empty_full, "b_to_s", is_local=True)
 
 _move("s_to_s", RESPLIT, _resplit, _resplit_shape, "s_to_s", lambda a: (a[0], *a[4:], *a[1:4]))
 _move("exchange", FILLED, _exchange, _exchange_shape, "exchange_add", lambda a: a[:-1])

@@ -20,6 +20,8 @@ from torch import Tensor, fx
 
 from autopar.core.operator_facts import is_random
 from autopar.runtime import registry
+from autopar.torch_seams.autograd import graph_task
+from autopar.torch_seams.schemas import schema_of
 
 REPEATED = 1024  # calls between a checkpoint's forward and its backward
 _streams = itertools.count()
@@ -80,7 +82,7 @@ class Stream:
         """The seed of the next call, or of one that a checkpoint repeats inside backward: that is known by
         the state of the default generator, which moves at each call and which checkpoints put back."""
         ticket = int(torch.randint(2**62, ()))
-        if torch._C._current_graph_task_id() == -1 or ticket not in self._known:
+        if graph_task() == -1 or ticket not in self._known:
             self._known[ticket] = mixed(self._seed, next(self._calls))
         if len(self._known) > REPEATED:
             del self._known[next(iter(self._known))]
@@ -133,7 +135,7 @@ def is_draw(node: fx.Node) -> bool:
     """Whether a node of a program draws random numbers; attention without dropout draws none."""
     if not is_random(node.target):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 

@@ -43,6 +43,8 @@ from autopar.runtime.collectives.statements import (
     stated,
 )
 from autopar.runtime.launch import worker
+from autopar.torch_seams.autograd import graph_task, queue_callback
+from autopar.torch_seams.collectives import default_store
 from autopar.trace.call.user_source import is_library
 
 TICK = 1.0  # seconds
@@ -60,9 +62,9 @@ class RollCall:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = world
-        self._meetings = Meetings.open(world, _timeout)
+        self.meetings = Meetings.open(world, _timeout)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = default_store()
         self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._main = threading.get_ident()
         self._number, self._calls = 0, dict[int, CollectiveCall]()
@@ -91,8 +93,7 @@ class RollCall:
         mine = self._calls[number]
         self._calls[number] = mine if mine.file else mine._replace(file=forward.file, line=forward.line)
         self._is_backward = True
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(partial(self._leave_backward, number)))
+        queue_callback(lambda: queue_callback(partial(self._leave_backward, number)))
 
     def _leave_backward(self, number: int) -> None:
         """Called last in the engine's task: sums of gradients are made by callbacks before."""
@@ -106,9 +107,9 @@ class RollCall:
         """
         call = self._calls.get(self._number, _NONE)
         try:
-            if self._meetings.are_alike(digest_of(self._number, call, parts)):
+            if self.meetings.are_alike(digest_of(self._number, call, parts)):
                 return None
-            statements = self._meetings.everybody(stated(self._number, call, parts))
+            statements = self.meetings.everybody(stated(self._number, call, parts))
         except PeerError as lost:
             raise self._explained(lost, call) from None
         if (error := other_call(statements, self._rank)) is not None:
@@ -125,7 +126,7 @@ class RollCall:
 
     def meets(self) -> bool:
         """Whether ranks meet for this call; between meetings they need not compare its parts."""
-        return self._meetings.is_held(self._number)
+        return self.meetings.is_held(self._number)
 
     @property
     def number(self) -> int:
@@ -145,12 +146,12 @@ class RollCall:
     def is_inside(self) -> bool:
         """Whether this rank is inside a collective call. A backward that raised has left its call, and is
         taken out here."""
-        if self._is_backward and self._is_main and torch._C._current_graph_task_id() == -1:
+        if self._is_backward and self.is_main and graph_task() == -1:
             self.leave()
         return self._since is not None
 
     @property
-    def _is_main(self) -> bool:
+    def is_main(self) -> bool:
         return threading.get_ident() == self._main
 
     def end(self) -> None:
@@ -270,7 +271,7 @@ def collective(name: str, *, compares: bool = False) -> Iterator[None]:
     All ranks meet first, or in the call itself, if that `compares` what they pass.
     """
     roll_call = _roll_call()
-    if roll_call is None or not roll_call._is_main or roll_call.is_inside:
+    if roll_call is None or not roll_call.is_main or roll_call.is_inside:
         yield
         return
     roll_call.enter(name)
@@ -297,7 +298,7 @@ def compare(parts: Sequence[StatementPart]) -> list[Statement] | None:
 def everybody(mine: T) -> list[T]:
     """The objects of all ranks, rank 0 first; a collective."""
     roll_call = _roll_call()
-    return [mine] if roll_call is None else roll_call._meetings.everybody(mine)
+    return [mine] if roll_call is None else roll_call.meetings.everybody(mine)
 
 
 def last_call() -> int:
@@ -308,7 +309,7 @@ def last_call() -> int:
 def backward_begins(of: int) -> None:
     """Inside backward, before anything else of it: meet as the backward of that call."""
     by_engine = torch.cuda.is_initialized()  # whose own thread runs a GPU's backward
-    if _current is not None and (_current._is_main or by_engine) and not _current.is_inside:
+    if _current is not None and (_current.is_main or by_engine) and not _current.is_inside:
         _current.enter_backward(of)
         if _current.meets():
             _current.compare(())
@@ -316,5 +317,5 @@ def backward_begins(of: int) -> None:
 
 def go_on(how: str) -> None:
     """Say what the collective call that this rank is in does, which all ranks must do in it."""
-    if _current is not None and _current.is_inside and _current._is_main:
+    if _current is not None and _current.is_inside and _current.is_main:
         _current.go_on(how)

@@ -30,6 +30,7 @@ from autopar.runtime import registry
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives import placement_moves as moves
 from autopar.runtime.saved import regather
+from autopar.torch_seams.tensors import storage_key
 
 START, WAIT = "start_", "wait_"  # begin the names of the halves
 _SUMMING = ("s_to_b", *("s_to_b" + ending for ending in moves.SUMMED.values()))
@@ -43,13 +44,13 @@ Arguments = tuple[Any, ...]
 
 def begin(handle: Tensor, finish: Callable[[], Tensor]) -> Tensor:
     """`handle`, of which `wait` gets what `finish` gives."""
-    _under_way[handle.untyped_storage()._cdata] = finish
+    _under_way[storage_key(handle.untyped_storage())] = finish
     return handle
 
 
 def end(handle: Tensor) -> Tensor:
     """Wait for the exchange under a handle, and return its result; raises CheckError the second time."""
-    finish = _under_way.pop(handle.untyped_storage()._cdata, None)
+    finish = _under_way.pop(storage_key(handle.untyped_storage()), None)
     if finish is None:
         raise CheckError(
             where="wait of a collective",
@@ -62,9 +63,9 @@ def end(handle: Tensor) -> Tensor:
 
 def start_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
     """Begin to gather; what is returned waits, and gives the full tensor."""
-    x, full = x.contiguous(), moves._full(x, group, dim, blocks, sizes)
-    parts = moves._parts(full, dim, blocks, sizes)
-    arrived = transport.start_all_gather(full, parts, moves._blocked(x, dim, blocks), group)
+    x, full = x.contiguous(), moves.empty_full(x, group, dim, blocks, sizes)
+    parts = moves.parts_of_full(full, dim, blocks, sizes)
+    arrived = transport.start_all_gather(full, parts, moves.in_blocks(x, dim, blocks), group)
 
     def finish() -> Tensor:
         arrived()
@@ -85,12 +86,12 @@ def _start_scatter(
     """Begin to sum, in `dtype` if any, and to scatter; doubles are summed as they are."""
     other = x.dtype if dtype is None or x.dtype is torch.float64 else dtype
     given = x.to(other).contiguous()
-    added = transport.start_reduce_scatter(given, moves._parts(given, dim, blocks, sizes), group)
+    added = transport.start_reduce_scatter(given, moves.parts_of_full(given, dim, blocks, sizes), group)
     return lambda: added().flatten(dim, dim + 1).to(x.dtype)
 
 
 def _start_slice(x: Tensor, *arguments: Any) -> Callable[[], Tensor]:
-    mine = moves._slice(x, *arguments)
+    mine = moves.own_slice(x, *arguments)
     return lambda: mine
 
 
@@ -147,7 +148,7 @@ def _half(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]
         WAIT + name,
         moves.SPLIT.replace("(Tensor x", "(Tensor handle, Tensor x"),
         end_kernel,
-        shape=lambda handle, x, *arguments: moves._full(x, *arguments),
+        shape=lambda handle, x, *arguments: moves.empty_full(x, *arguments),
         setup=keep_rest,
         backward=begin_back,
     )

@@ -35,10 +35,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.local_sockets import SocketTransfer
-
-# torch 2.13 renamed these two and warns at the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from autopar.torch_seams.collectives import all_gather_single, reduce_scatter_single
 
 SMALL_BYTES = 16 << 10  # of a result whose parts meet at one rank
 FEW_RANKS = 8
@@ -218,7 +215,7 @@ def all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -
     buffers: Sequence[Tensor]
     if all(slot.shape == mine.shape for slot in slots):
         flat = out.view(-1) if in_place else torch.empty_like(out).view(-1)
-        _all_gather_single(flat, mine.contiguous().view(-1), group=groups.group(group))
+        all_gather_single(flat, mine.contiguous().view(-1), group=groups.group(group))
         buffers = flat.view(len(slots), *mine.shape).unbind()
     else:
         buffers = [_contiguous_like(slot) for slot in slots]
@@ -236,7 +233,7 @@ def reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
         return received.view(len(parts), *mine.shape).sum(0, dtype=x.dtype)
     out = torch.empty_like(mine, memory_format=torch.contiguous_format)
     if all(part.shape == mine.shape for part in parts):
-        _reduce_scatter_single(out.view(-1), _packed(x, parts), group=groups.group(group))
+        reduce_scatter_single(out.view(-1), _packed(x, parts), group=groups.group(group))
     else:
         dist.reduce_scatter(out, [part.contiguous() for part in parts], group=groups.group(group))
     return out
@@ -260,7 +257,7 @@ def start_all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: 
         slots[me].copy_(mine)
         return moving.wait
     source = mine.contiguous().view(-1)
-    work: Any = _all_gather_single(out.view(-1), source, group=groups.group(group), async_op=True)
+    work: Any = all_gather_single(out.view(-1), source, group=groups.group(group), async_op=True)
     return work.wait  # type: ignore[no-any-return]
 
 
@@ -289,7 +286,7 @@ def start_reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Call
 
         return add_up
     out = torch.empty_like(mine, memory_format=torch.contiguous_format)
-    scattering: Any = _reduce_scatter_single(out.view(-1), packed, group=process_group, async_op=True)
+    scattering: Any = reduce_scatter_single(out.view(-1), packed, group=process_group, async_op=True)
 
     def arrived() -> Tensor:
         scattering.wait()

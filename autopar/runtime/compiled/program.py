@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, InputError, cut_text
 from autopar.runtime.compiled.compiler import check_program
 from autopar.runtime.saved.recompute import Recomputed, stays
 from autopar.runtime.saved.regather import is_regather
+from autopar.torch_seams.schemas import short_name
 
 _MASK = torch.ops.autopar.shard_mask.default
 _SERIAL_MASK = torch.ops.autopar.dropout_mask.default
@@ -149,7 +150,7 @@ def _regathering(gather: Any) -> Callable[..., Any]:
     def regathered(*arguments: Any) -> Any:
         return checkpoint(gather, *arguments, use_reentrant=False, context_fn=_contexts(_anew))
 
-    regathered.__name__ = regathered.__qualname__ = gather._opname
+    regathered.__name__ = regathered.__qualname__ = short_name(gather)
     return regathered
 
 

@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import CheckError
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups, transport
+from autopar.torch_seams.inductor import CustomGraphPass, get_hash_for_files
+from autopar.torch_seams.pytree import tree_leaves
 
 _SEEN = "eager_input_vals"
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()  # by world

@@ -7,19 +7,17 @@ by name; what the parameters are used in outside the program, as in a penalty, h
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
+from autopar.torch_seams.autograd import run_backward
 from autopar.trace.call.user_source import calling_line
 
-_ENGINE = "_engine_run_backward"  # of torch.autograd: the one way into its engine
 _INPUTS = 3  # their place among what it takes after the outputs, behind gradients and two flags
 _leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -27,13 +25,10 @@ _leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary(
 def is_read_by_a_program(leaf: Tensor) -> None:
     """Make autograd refuse gradients of the parameter behind this leaf from now on."""
     _leaves[id(leaf)] = leaf
-    run: Any = getattr(torch.autograd, _ENGINE)
-    if not hasattr(run, "_guarded"):
-        setattr(torch.autograd, _ENGINE, _guard(run))
+    run_backward.wrap(_guard)
 
 
 def _guard(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
     def guarded(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         chosen = any(isinstance(item, DTensor) and item.is_leaf for item in args[_INPUTS])
         if chosen and _reaches_a_program(outputs):
@@ -45,7 +40,6 @@ def _guard(run: Callable[..., Any]) -> Callable[..., Any]:
             )
         return run(outputs, *args, **kwargs)
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
+from autopar.torch_seams.dtensors import part_of, take_over, with_part
 from autopar.trace.call.user_source import calling_line
 
 _PROPERTIES: dict[str, Any] = {name: getattr(Tensor, name) for name in ("data", "grad")}
@@ -46,7 +47,7 @@ def assign(name: str, owner: DTensor, value: Tensor) -> None:
     alike = _laid_as(owner, value)
     _PROPERTIES[name].__set__(owner, alike)
     if name == "data":
-        owner._local_tensor, owner._spec = alike._local_tensor, alike._spec
+        take_over(owner, alike)
 
 
 def _laid_as(owner: DTensor, value: Tensor) -> DTensor:
@@ -56,7 +57,7 @@ def _laid_as(owner: DTensor, value: Tensor) -> DTensor:
         value = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     if value.placements != owner.placements:
         value = value.redistribute(placements=owner.placements)
-    mine = value._local_tensor.detach()
+    mine = part_of(value).detach()
     if not mine.is_contiguous() or mine.untyped_storage().nbytes() > mine.nbytes:  # a part of the whole
         mine = mine.clone(memory_format=torch.contiguous_format)
-    return DTensor(mine, value._spec, requires_grad=False)
+    return with_part(mine, value)

@@ -44,13 +44,13 @@ from autopar.runtime.dtensors.written_parts import (
     write_wholly,
     writes_to_part,
 )
+from autopar.torch_seams.modes import default_torch_function, without_subclass_functions
 from autopar.trace.call.user_source import calling_line
 
 _REMEDY = (
     "take the full tensor, parallel.gather(name, tensor) on every rank, or compute it inside "
     "`with autopar.full(parallel) as model:`"
 )
-_as_torch = torch._C._disabled_torch_function_impl
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -84,7 +84,7 @@ def take_plain_tensors(
     known = _OwnedMesh(weakref.ref(owner), mesh, obstacle, in_blocks, staged)
     _known[:] = [item for item in _known if item.owner() is not None] + [known]
     compute_wholly(_is_ours)
-    if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
+    if DTensor.__torch_function__ is default_torch_function:
         setattr(DTensor, "__torch_function__", classmethod(_torch_function))  # noqa: B010
     methods = {"numpy": _no_array("numpy"), "tolist": _no_array("tolist"), "__format__": _format}
     for name, method in methods.items():
@@ -96,9 +96,9 @@ def _torch_function(
     _cls: type, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     if not kwargs and (function in READS or (function.__name__ == "__set__" and args[-1] is None)):
-        return _as_torch(function, _types, args)  # type: ignore[call-arg]  # of keywords there are none
+        return default_torch_function(function, _types, args)
     kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         owner = kwargs.get("out")
         if isinstance(owner, DTensor) and _obstacles(owner.device_mesh):
             given = {name: value for name, value in kwargs.items() if name != "out"}

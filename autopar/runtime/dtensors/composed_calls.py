@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.dtensors.whole_operators import laid_as, whole_values
 from autopar.runtime.dtensors.written_parts import is_part, places_in_root, write_on
+from autopar.torch_seams.pytree import tree_leaves, tree_map_only
 from autopar.trace.call.user_source import calling_line
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # torch's words

@@ -17,7 +17,6 @@ extremes and comparisons of equally laid tensors don't care.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,15 +26,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, TupleStrategy
-from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.nn.utils import convert_parameters
-from torch.utils._pytree import tree_leaves
 
-from autopar.core.torch_version import RANGE
 from autopar.errors import InputError, cut_text
 from autopar.runtime.collectives.roll_call import collective
+from autopar.torch_seams.dtensors import (
+    DTensorSpec,
+    NormPartial,
+    OpSpec,
+    OpStrategy,
+    TupleStrategy,
+    forget_shardings,
+    handlers,
+    laying,
+    part_of,
+    propagating,
+    spec_of,
+)
+from autopar.torch_seams.optimizers import parameters_of_vectors
+from autopar.torch_seams.pytree import tree_leaves
+from autopar.torch_seams.replaced import wrapped
+from autopar.torch_seams.torch_version import RANGE
 from autopar.trace.call.user_source import calling_line, first_line
 
 aten = torch.ops.aten
@@ -73,16 +83,6 @@ _LINEAR = (  # in which torch 2.13 takes shares of norms for shares of sums
 )
 _WHOLE = frozenset((*_OF_SOMETHING, *_LINEAR))
 _OF_VECTORS = "_check_param_device"  # which torch calls for each parameter of a vector
-_OPERANDS = "_wrap_with_op_strategy"  # which gives every rule how an operator's operands lie
-_PROPAGATE = (
-    "_propagate_op_sharding_dispatch_slow_path"  # called for operators and placements not seen before
-)
-
-
-def _forget_shardings() -> None:
-    """Clear torch's caches of shardings, as a function of its does whose module imports compilers."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def read_whole_scalars(mesh: DeviceMesh, *, staged: bool, with_numbers: bool = False) -> None:
@@ -95,7 +95,7 @@ def read_whole_scalars(mesh: DeviceMesh, *, staged: bool, with_numbers: bool = F
     if with_numbers:
         _know(mesh, _with_numbers)
     _install()
-    _forget_shardings()  # of an equal mesh of a world that has ended, or of a user's own
+    forget_shardings()  # of an equal mesh of a world that has ended, or of a user's own
     if not staged and mesh.size() > 1:
         _try_out(mesh)
 
@@ -110,24 +110,14 @@ def plain_gradient(gradient: Tensor) -> Tensor | None:
 
 
 def _install() -> None:
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers: dict[Any, Any] | None = getattr(dispatcher, "_custom_op_handlers", None)
-    propagate = getattr(dispatcher, _PROPAGATE, None)
-    operands = getattr(dispatcher.sharding_propagator, _OPERANDS, None)
-    if handlers is None or propagate is None or operands is None:
-        raise _unknown_version("no handlers of operators, or no place where they are laid out")
     for operator in _READING:
         handlers.setdefault(operator, _local_scalar)
     handlers.setdefault(aten.allclose.default, _allclose)
     if aten.as_strided.default in handlers:
-        handlers[aten.as_strided.default] = _refusing(handlers[aten.as_strided.default])
-    if not hasattr(operands, "_guarded"):
-        setattr(dispatcher.sharding_propagator, _OPERANDS, _on_whole(operands))
-    if not hasattr(propagate, "_guarded"):
-        setattr(dispatcher, _PROPAGATE, _guard(propagate))
-    of_vectors = getattr(convert_parameters, _OF_VECTORS, None)
-    if of_vectors is not None and not hasattr(of_vectors, "_guarded"):
-        setattr(convert_parameters, _OF_VECTORS, _of_whole_models(of_vectors))
+        handlers[aten.as_strided.default] = wrapped(handlers[aten.as_strided.default], _refusing)
+    laying.wrap(_on_whole)
+    propagating.wrap(_guard)
+    parameters_of_vectors.wrap(_of_whole_models)
 
 
 def _try_out(mesh: DeviceMesh) -> None:
@@ -157,7 +147,7 @@ def _local_scalar(operator: Any, args: tuple[Any, ...], _kwargs: Mapping[str, An
     if parts and _is_among(tensor.device_mesh, _meshes):
         with torch.no_grad(), collective("reading a number of a sharded tensor"):
             tensor = _whole(tensor.detach())
-    return operator(tensor._local_tensor)
+    return operator(part_of(tensor))
 
 
 def _allclose(_operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -196,9 +186,8 @@ def _of_one_stage(found: str) -> InputError:
 def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses what makes one number of several parameters of a stage."""
 
-    @functools.wraps(propagate)
     def guarded(operator: Any, args: Any, *rest: Any, **named: Any) -> Any:
-        specs = [item._spec for item in tree_leaves(args) if isinstance(item, DTensor)]
+        specs = [spec_of(item) for item in tree_leaves(args) if isinstance(item, DTensor)]
         if any(_is_among(spec.mesh, _staged) for spec in specs):
             _refuse_together(operator, specs)
         try:
@@ -208,16 +197,12 @@ def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
                 raise _cannot_split(operator, error) from error
             raise
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded
 
 
 def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses by name what torch's own handler doesn't know how to do."""
-    if hasattr(handler, "_guarded"):
-        return handler
 
-    @functools.wraps(handler)
     def guarded(operator: Any, args: Any, kwargs: Any) -> Any:
         try:
             return handler(operator, args, kwargs)
@@ -226,7 +211,6 @@ def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
                 raise _cannot_split(operator, error) from error
             raise
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded
 
 
@@ -254,27 +238,23 @@ def _refuse_together(operator: Any, specs: list[Any]) -> None:
 def _of_whole_models(check: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses parameters of a stage where torch makes a vector of a model's, or cuts one."""
 
-    @functools.wraps(check)
     def guarded(parameter: Tensor, *args: Any) -> Any:
         if isinstance(parameter, DTensor) and _is_among(parameter.device_mesh, _staged):
             raise _of_one_stage("a vector of the parameters")
         return check(parameter, *args)
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded
 
 
 def _on_whole(operands: Callable[..., Any]) -> Callable[..., Any]:
     """Takes whole tensors on our meshes where a rank holds no element, or holds its share of a norm."""
 
-    @functools.wraps(operands)
     def guarded(schema: Any) -> Any:
         found = operands(schema)
         if schema.op not in _WHOLE:
             return found
         return replace(found, args_schema=tuple(map(_made_whole, found.args_schema)))
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded
 
 
@@ -284,7 +264,7 @@ def _made_whole(argument: Any) -> Any:
     if not isinstance(argument, OpStrategy):
         return argument
     spec = argument.strategies[0].output_spec
-    shares = any(isinstance(placement, _NormPartial) for placement in spec.placements)
+    shares = any(isinstance(placement, NormPartial) for placement in spec.placements)
     if not (shares or _has_empty_part(spec)) or not _is_among(spec.mesh, _meshes + _staged):
         return argument
     return OpStrategy([OpSpec(DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta))])

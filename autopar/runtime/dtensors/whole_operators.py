@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from autopar.runtime.collectives.roll_call import collective
+from autopar.torch_seams.dtensors import handlers, part_of
+from autopar.torch_seams.pytree import tree_leaves, tree_map, tree_map_only
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 
@@ -50,7 +52,6 @@ class IsOurs(Protocol):
 
 def compute_wholly(is_ours: IsOurs) -> None:
     """Compute draws and writes to rows of DTensors on our meshes on whole tensors from now on."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operator in _operators():
         handlers.setdefault(operator, _handler(is_ours))
 
@@ -65,13 +66,12 @@ def _operators() -> Iterator[Any]:
 def _handler(is_ours: IsOurs) -> Callable[..., Any]:
     def compute(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, DTensor))
-        name = operator._schema.name.partition("::")[2]
+        name = schema_of(operator).name.partition("::")[2]
         draws = name in _DRAWS
         by_rows = name.endswith("_") and not draws
         ours = is_ours(name, first.device_mesh, by_rows=by_rows, draws=draws)
         if ours and first.device_mesh.size() > 1:
             return _compute(operator, name, args, kwargs)
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers.pop(operator)
         try:
             return operator(*args, **kwargs)
@@ -95,7 +95,7 @@ def _compute(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[st
                     dist.broadcast(result, group=first.device_mesh.get_group(axis), group_src=0)
         if not written:
             return tree_map(lambda result: laid_as(first, result), results)
-        args[0]._local_tensor.copy_(laid_as(args[0], results)._local_tensor)
+        part_of(args[0]).copy_(part_of(laid_as(args[0], results)))
         return args[0]
 
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.dtensors.whole_operators import laid_as, whole_values
+from autopar.torch_seams.pytree import tree_map_only
+from autopar.torch_seams.tensors import TensorBase
 
 _VIEWS = frozenset(
     (
@@ -53,7 +54,7 @@ READS = frozenset(
         *(torch.is_complex, torch.is_floating_point, torch.numel),
         *(
             item.__get__
-            for owner in (Tensor, torch._C.TensorBase)
+            for owner in (Tensor, TensorBase)
             for name, item in vars(owner).items()
             if isinstance(item, (GetSetDescriptorType, property)) and name not in _PROPERTIES.values()
         ),

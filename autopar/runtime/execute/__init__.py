@@ -6,6 +6,5 @@ bound_program    one program, tied to the tensors of a module
 staged_program   training steps by a schedule
 stage            one stage over one micro-batch at a time
 torch_stage      the same under torch.distributed.pipelining's schedules
-receive_buffers   what these receive, by versions of torch
 forward_relay    calls without gradients, from stage to stage
 """

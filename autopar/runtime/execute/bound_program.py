@@ -34,6 +34,8 @@ from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync
 from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing
+from autopar.torch_seams.autograd import graph_task
+from autopar.torch_seams.modules import own_buffers, own_children, own_parameters
 
 
 class Bound:
@@ -85,7 +87,7 @@ class Bound:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the `tensors` of one call."""
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that recomputes inside backward
+        if graph_task() == -1:  # not a checkpoint that recomputes inside backward
             self._sync.forget()
         values: dict[str, Tensor] = dict(zip(self._names, self._leaves.read(), strict=True))
         values |= self._constants
@@ -256,6 +258,6 @@ def find_in(root: nn.Module, target: str) -> Callable[[], Any]:
     *path, name = target.split(".")
     module = root
     for child in path:  # not by attribute, which a method of the same name would hide
-        module = cast(nn.Module, module._modules[child])
-    held = module._parameters if name in module._parameters else module._buffers
+        module = cast(nn.Module, own_children(module)[child])
+    held = own_parameters(module) if name in own_parameters(module) else own_buffers(module)
     return lambda: held[name]

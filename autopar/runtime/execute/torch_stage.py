@@ -9,17 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_batch_p2p
 
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
 from autopar.runtime.executable import StagedExecutable
-from autopar.runtime.execute.receive_buffers import let_go, prepare, take_tensors
 from autopar.runtime.execute.stage import StageModule
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of
+from autopar.torch_seams.pipelining import ReceivingStage, set_order, start_p2p, wait_p2p
+from autopar.torch_seams.receive_buffers import let_go, prepare, take_tensors
 
 SINGLE: dict[ScheduleKind, Any] = {  # one stage for each rank
     ScheduleKind.GPIPE: torch_schedules.ScheduleGPipe,
@@ -53,10 +52,7 @@ def schedule_of(
     several = [_torch_stage(stage, made, group, device, sends) for stage in stages]
     schedule = MULTIPLE[pipeline.schedule](several, pipeline.micro_batches, **options)
     if pipeline.filling:
-        schedule.pipeline_order = {
-            rank: [_Action.from_str(str(slot)) for slot in slots] for rank, slots in enumerate(order.orders)
-        }
-        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+        set_order(schedule, {rank: list(map(str, slots)) for rank, slots in enumerate(order.orders)})
     return schedule, sends
 
 
@@ -73,17 +69,17 @@ class Sends:
 
     def start(self, message: Message, operations: list[dist.P2POp]) -> None:
         """Send as torch's schedules do: on GPUs both ends must."""
-        self._works[message] = _batch_p2p(operations)
+        self._works[message] = start_p2p(operations)
 
     def end_proved(self, message: Message) -> None:
         """Let go of what has arrived, now that `message` has come."""
         for each in self._proved.get(message, ()):
-            _wait_batch_p2p(self._works.pop(each, []))
+            wait_p2p(self._works.pop(each, []))
 
     def end(self) -> None:
         """Wait for what is left."""
         while self._works:
-            _wait_batch_p2p(self._works.popitem()[1])
+            wait_p2p(self._works.popitem()[1])
 
     def forget(self) -> None:
         """Let go of what may never arrive."""
@@ -122,7 +118,7 @@ def _nothing_left() -> Callable[[], None]:
     return lambda: None
 
 
-class _TorchStage(PipelineStage):
+class _TorchStage(ReceivingStage):
     """A stage that holds no more than it needs, whose micro-batches may differ in size.
 
     Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch (see
@@ -138,17 +134,9 @@ class _TorchStage(PipelineStage):
         super().__init__(*args, **options)
         self._sends = sends
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_forward_infra(*args, **kwargs)
-        for chunk in self.args_recv_info.values():
+    def prepared(self, receives: Mapping[int, Sequence[Any]]) -> None:
+        for chunk in receives.values():
             let_go(chunk, self.device)
-        return made
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_backward_infra(*args, **kwargs)
-        for chunk in self.grad_recv_info.values():
-            let_go(chunk, self.device)
-        return made
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         if not self.is_first:
@@ -160,15 +148,11 @@ class _TorchStage(PipelineStage):
             prepare(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        found = super()._retrieve_recv_activations(fwd_chunk_id)
-        self._came(Message(self.stage_index - 1, True, fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
-        return found
+    def activations_came(self, micro_batch: int) -> None:
+        self._came(Message(self.stage_index - 1, True, micro_batch), self.args_recv_info[micro_batch])
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        found = super()._retrieve_recv_grads(bwd_chunk_id)
-        self._came(Message(self.stage_index + 1, False, bwd_chunk_id), self.grad_recv_info[bwd_chunk_id])
-        return found
+    def gradients_came(self, micro_batch: int) -> None:
+        self._came(Message(self.stage_index + 1, False, micro_batch), self.grad_recv_info[micro_batch])
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -216,9 +200,6 @@ class _TorchStage(PipelineStage):
         if gradient is not None or not spec.requires_grad:
             return gradient
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-
-    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Older torch compares every micro-batch's with the first one's."""
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from autopar.core.part import Part
 from autopar.errors import InputError
@@ -25,6 +24,9 @@ from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.dtensors.global_scalars import plain_gradient
 from autopar.runtime.executable import OutputPart
 from autopar.runtime.parameters.parameters import gather_part
+from autopar.torch_seams.modes import without_subclass_functions
+from autopar.torch_seams.pytree import tree_map_only
+from autopar.torch_seams.tensors import make_wrapper_subclass
 
 _REMEDY = 'read it before backward, or parallelize with outputs="global"'
 
@@ -39,7 +41,7 @@ class UnreadOutput(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, lies: OutputPart) -> UnreadOutput:
-        made: UnreadOutput = Tensor._make_wrapper_subclass(
+        made: UnreadOutput = make_wrapper_subclass(
             cls, lies.spec.shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
         made._part, made._whole, made._lies = part, None, lies
@@ -76,7 +78,7 @@ class UnreadOutput(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function in _OF_TYPE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 return function(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(UnreadOutput, UnreadOutput.whole, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)

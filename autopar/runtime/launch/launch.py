@@ -32,11 +32,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
-from unittest.mock import patch
 
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import api as agent_api
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -47,6 +45,7 @@ from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
 from autopar.runtime.launch.rank_files import never_joined, where_are
+from autopar.torch_seams.launching import ending_ranks
 
 Result = TypeVar("Result")
 
@@ -291,12 +290,12 @@ def _alarmed(number: int, _frame: FrameType | None) -> NoReturn:
 @contextmanager
 def _short_grace() -> Iterator[None]:
     """Have the agent wait no longer for ranks that it ends after a failure than for those of an interrupt."""
-    shutdown = LocalElasticAgent._shutdown
+    shutdown = ending_ranks.now
 
     def brief(self: Any, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
         shutdown(self, death_sig, min(timeout, GRACE))
 
-    with patch.object(LocalElasticAgent, "_shutdown", brief):
+    with ending_ranks.replaced(brief):
         yield
 
 

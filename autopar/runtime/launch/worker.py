@@ -142,7 +142,7 @@ def end(code: int) -> NoReturn:
     late.start()
     atexit.unregister(leave)
     with suppress(BaseException):
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001  (Python's)
     _flush_files()
     os._exit(code)
 

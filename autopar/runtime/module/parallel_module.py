@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from typing import Any, Unpack, cast
 
 import torch
@@ -25,6 +26,9 @@ from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
 from autopar.runtime.programs.call_programs import Compile
 from autopar.runtime.tree import serial_model
+
+runner_of: Callable[[ParallelModule], Runner] = attrgetter("_autopar")
+"""What runs a parallel module: its attribute has a name that no user's model has."""
 
 
 class ParallelModule(nn.Module):
@@ -50,9 +54,9 @@ class ParallelModule(nn.Module):
         """`model`, of another class."""
         if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
             return _serial_class(cls)(model, *args, **kwargs)
-        if isinstance(model, ParallelModule) and not model._autopar.tensors.is_placed:  # another try
+        if isinstance(model, ParallelModule) and not runner_of(model).tensors.is_placed:  # another try
             model.__class__ = _serial_class(type(model))
-            vars(model).update(model._autopar.tree.own)
+            vars(model).update(runner_of(model).tree.own)
         serial_model.check(model)
         refuse_wrappers(lambda module: isinstance(module, ParallelModule))
         kind: Any = type(model)

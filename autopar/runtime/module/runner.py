@@ -41,6 +41,7 @@ from autopar.runtime.programs.local_inputs import LocalInputs
 from autopar.runtime.programs.placed_tensors import PlacedTensors
 from autopar.runtime.programs.program_cache import Entry
 from autopar.runtime.tree.user_tree import UserTree
+from autopar.torch_seams.autograd import graph_task
 from autopar.trace.call.call_signature import Arguments, find_loss, flatten_arguments, require_values
 from autopar.trace.forms.simplify import no_loss
 from autopar.trace.forward.autocast import without_autocast
@@ -229,7 +230,7 @@ class Runner:
         known, program = None, ""
         if self._local is None and self.tensors.is_placed and not self.tensors.pipeline.is_staged:
             known, program = self._programs.known(call, step=step)
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             if self._local is None:
                 require_values(call)
             modes = (module.training for module in self.tree.modules)
@@ -443,8 +444,8 @@ class Runner:
         runner.tree = self.tree.of(twin)
         runner.tree.install()
         runner.tensors = self.tensors.of(runner.tree)
-        runner._agreement = Agreement(self._running.device, local_inputs=self._local is not None)
-        runner._programs = self._programs.of(runner.tensors, runner._agreement)
+        agreement = Agreement(self._running.device, local_inputs=self._local is not None)
+        vars(runner).update(_agreement=agreement, _programs=self._programs.of(runner.tensors, agreement))
         return twin
 
     def untie(self) -> None:

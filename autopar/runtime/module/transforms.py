@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import InputError
+from autopar.torch_seams.fakes import FakeTensor
+from autopar.torch_seams.pytree import tree_leaves
+from autopar.torch_seams.transforms import innermost_transform, jit_tracing
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -77,9 +79,9 @@ def _transform(arguments: Any) -> tuple[str, str]:
         return "torch.fx.symbolic_trace", f"{serial}; print(parallel) shows its program"
     if torch.compiler.is_exporting():
         return "torch.export", serial
-    if torch._C._get_tracing_state() is not None:
+    if jit_tracing() is not None:
         return "torch.jit.trace", serial
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         return "a transform of torch.func, such as vmap", f"pass a whole batch and call backward, or {serial}"
     if get_proxy_mode() is not None:
         return "make_fx", serial
@@ -89,4 +91,4 @@ def _transform(arguments: Any) -> tuple[str, str]:
 
 
 def _is_fake(item: Any) -> bool:
-    return isinstance(item, Tensor) and isinstance(item, torch._subclasses.FakeTensor)
+    return isinstance(item, Tensor) and isinstance(item, FakeTensor)

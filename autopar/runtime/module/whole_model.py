@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.runner import Runner
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.programs.agreement import whole_bytes
 from autopar.runtime.tree import old_parameters
 from autopar.runtime.tree.user_tree import UserTree
+from autopar.torch_seams import pytree
+from autopar.torch_seams.modules import own_tensors
 from autopar.trace.call.user_source import calling_line
 
 WHERE = "the end of autopar.full"
@@ -59,7 +60,7 @@ def full(parallel: Any) -> Iterator[Any]:
             wanted="the parallel module, whose parts belong together",
             remedy="pass what parallelize returned, and use its modules inside",
         )
-    runner = parallel._autopar
+    runner = runner_of(parallel)
     runner.tensors.require_placed()
     with collective("autopar.full"):
         whole = _Whole(runner)
@@ -221,9 +222,7 @@ class _Before:
     """Contents of modules before, without attributes, which are the user's to change."""
 
     def __init__(self, tree: UserTree) -> None:
-        self._tensors = [
-            (held, dict(held)) for module in tree.modules for held in (module._parameters, module._buffers)
-        ]
+        self._tensors = [(held, dict(held)) for module in tree.modules for held in own_tensors(module)]
         self._attributes = [(vars(module), dict(vars(module))) for module in tree.modules]
 
     def restore(self) -> list[str]:

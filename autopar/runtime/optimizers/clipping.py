@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from autopar.errors import InputError
 from autopar.runtime.collectives import transport
+from autopar.torch_seams.dtensors import part_of
+from autopar.torch_seams.optimizers import total_norms
 
 _staged: list[weakref.ref[DeviceMesh]] = []
-_GUARDED = ("get_total_norm", "_get_total_norm")  # in torch's module, by version
 
 
 def total_norm(
@@ -68,7 +68,7 @@ def scale(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the gradients in place so that their norm is at most `max_norm`, by torch's own formula."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for item in gradients:
-        local: Tensor = item._local_tensor if isinstance(item, DTensor) else item
+        local: Tensor = part_of(item) if isinstance(item, DTensor) else item
         local.mul_(factor.to(local.dtype))
 
 
@@ -82,14 +82,11 @@ def _whole(norm: Tensor) -> Tensor:
 def refuse_torch_clipping(mesh: DeviceMesh) -> None:
     """Make torch's clipping of parameters on `mesh`, which is one stage's, raise InputError from now on."""
     _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
-    for name in _GUARDED:
-        function = getattr(clip_grad, name, None)
-        if function is not None and not hasattr(function, "_guarded"):
-            setattr(clip_grad, name, _guard(function))
+    for norm in total_norms:
+        norm.wrap(_guard)
 
 
 def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         meshes = [each() for each in _staged]
@@ -104,5 +101,4 @@ def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         return function(given, *args, **kwargs)
 
-    guarded._guarded = True  # type: ignore[attr-defined]
     return guarded

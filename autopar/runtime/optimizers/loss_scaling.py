@@ -11,7 +11,6 @@ says why. Here such a step is refused, before it changes a weight.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +29,11 @@ from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.optimizers.optimizers import at_steps
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.tree.user_tree import UserTree
+from autopar.torch_seams.optimizers import unscaled_gradients
 
 _staged: list[weakref.ref[DeviceMesh]] = []
 _scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose gradients a scaler has looked at
 _FOUND = "found_inf"  # of an optimizer that is told by a scaler whether to step
-_CHECKS = "_unscale_grads_"  # a method of torch's scaler: it says which gradients are infinite
 
 
 def factor_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor | None:
@@ -45,17 +44,10 @@ def factor_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor | No
 def share_infinities(mesh: DeviceMesh) -> None:
     """Make GradScaler's checks of gradients on `mesh`, one stage's, cover all ranks from now on."""
     _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
-    _watch_scalers()
-
-
-def _watch_scalers() -> None:
-    check = getattr(torch.amp.GradScaler, _CHECKS)
-    if not hasattr(check, "_shared"):
-        setattr(torch.amp.GradScaler, _CHECKS, _sharing(check))
+    unscaled_gradients.wrap(_sharing)
 
 
 def _sharing(check: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(check)
     def shared(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = check(scaler, optimizer, *args, **kwargs)
         _scaled.add(optimizer)
@@ -68,7 +60,6 @@ def _sharing(check: Callable[..., Any]) -> Callable[..., Any]:
             transport.all_reduce(mine, dist.group.WORLD, dist.ReduceOp.MAX)
         return {**found, device: mine}
 
-    shared._shared = True  # type: ignore[attr-defined]
     return shared
 
 
@@ -98,7 +89,7 @@ def refuse_infinite(tree: UserTree, is_half: Callable[[], bool]) -> None:
 
     Where it `is_half`, and no scaler has looked at them. Each rank looks at its own parts.
     """
-    _watch_scalers()
+    unscaled_gradients.wrap(_sharing)
     owner = weakref.ref(tree)
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import InputError
 from autopar.runtime.parameters.parameters import distribute, local, plainly
 from autopar.runtime.tree.user_tree import PlacedTensor
+from autopar.torch_seams.dtensors import handlers, part_of, spec_of
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
@@ -225,20 +226,18 @@ def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
 def _alike(tensors: Iterable[Any]) -> bool:
     """Whether these are DTensors on a CPU, in full precision, and lie in the same way without gaps."""
     items = tuple(tensors)
-    return (
-        _lie_alike(items) and items[0]._local_tensor.is_cpu and items[0]._local_tensor.dtype in _FUSED_DTYPES
-    )
+    return _lie_alike(items) and part_of(items[0]).is_cpu and part_of(items[0]).dtype in _FUSED_DTYPES
 
 
 def _lie_alike(items: tuple[Any, ...]) -> bool:
     """Whether these are DTensors of one dtype and device whose parts lie in the same way without gaps."""
     if not all(isinstance(item, DTensor) for item in items):
         return False
-    parts, placements = [item._local_tensor for item in items], items[0]._spec.placements
+    parts, placements = [part_of(item) for item in items], spec_of(items[0]).placements
     dtype, device = parts[0].dtype, parts[0].device
     return (
         not any(placement.is_partial() for placement in placements)
-        and all(item._spec.placements == placements for item in items)
+        and all(spec_of(item).placements == placements for item in items)
         and all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts)
     )
 
@@ -268,15 +267,13 @@ def _fused_adam(operator: Any, lists: tuple[Any, ...], options: Mapping[str, Any
     if plain and all(map(_lie_alike, zip(*(tensors for tensors in wide if tensors), strict=True))):
         operator(*([local(tensor) for tensor in tensors] for tensors in wide), steps, **options)
         return
-    _own_steps.pop(operator)
+    handlers.pop(operator)
     try:
         operator(*lists, **options)
     finally:
-        _own_steps[operator] = _fused_adam
+        handlers[operator] = _fused_adam
 
 
-# Of a torch that has no such handlers nothing goes another way than torch's.
-_own_steps: dict[Any, Any] = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
 for _packet in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_):
     for _overload in (_packet.default, _packet.tensor_lr):
-        _own_steps.setdefault(_overload, _fused_adam)
+        handlers.setdefault(_overload, _fused_adam)

@@ -35,7 +35,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +43,8 @@ from autopar.core.mesh import parse_key
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.parameters import plainly
+from autopar.torch_seams.autograd import graph_task, queue_callback
+from autopar.torch_seams.tensors import num_uses
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
 ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce
@@ -246,11 +247,10 @@ class GradientSync:
         self._rounds.clear()
 
     def _round(self) -> _Round:
-        task: int = torch._C._current_graph_task_id()
+        task: int = graph_task()
         if task not in self._rounds:
             self._rounds[task] = _Round(Sums(self.buckets, self._memory, later=True))
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._finish(task))
+            queue_callback(lambda: self._finish(task))
         return self._rounds[task]
 
     def _memory(self, bucket: Bucket, length: int, like: Tensor) -> Tensor:
@@ -259,9 +259,9 @@ class GradientSync:
         if like.device.type != "cpu":
             return _new(bucket, length, like)
         kept, uses = self._kept.get(bucket, (None, 0))
-        if kept is None or kept.shape != (length,) or kept.device != like.device or _uses(kept) > uses:
+        if kept is None or kept.shape != (length,) or kept.device != like.device or num_uses(kept) > uses:
             kept = _new(bucket, length, like)
-            self._kept[bucket] = kept, _uses(kept)
+            self._kept[bucket] = kept, num_uses(kept)
         return kept.view(length)  # an alias, which counts as a use while it lives
 
     def _finish(self, task: int) -> None:
@@ -276,27 +276,22 @@ class GradientSync:
 
 def _is_shared(gradient: Tensor, *, fresh: bool) -> bool:
     """Whether something else holds the storage of a gradient that its leaf has let go of."""
-    return _uses(gradient) > (_uses_of_fresh() if fresh else _uses_at_rest())
+    return num_uses(gradient) > (_uses_of_fresh() if fresh else _uses_at_rest())
 
 
 @functools.cache
 @torch.enable_grad()
 def _uses_of_fresh() -> int:
-    """`_uses` of a gradient that nothing else holds, as a hook on a leaf sees it after the first backward:
+    """`num_uses` of a gradient that nothing else holds, as a hook on a leaf sees it after the first backward:
     the engine itself may hold it for as long as its hooks run. What is added later it lets go of before."""
     seen: list[int] = []
     leaf = torch.zeros(1, requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(num_uses(leaf.grad)))
     (2 * leaf).backward()
     return seen[0]
 
 
 @functools.cache
 def _uses_at_rest() -> int:
-    """`_uses` of a tensor that nothing else holds."""
-    return _uses(torch.zeros(1))
-
-
-def _uses(tensor: Tensor) -> int:
-    """How many tensors and handles hold the tensor's storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """`num_uses` of a tensor that nothing else holds."""
+    return num_uses(torch.zeros(1))

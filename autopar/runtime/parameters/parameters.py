@@ -39,6 +39,9 @@ from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.placement_moves import summing_in
 from autopar.runtime.dtensors.asked_gradients import is_read_by_a_program
 from autopar.runtime.executable import InputPart
+from autopar.torch_seams.dtensors import part_of, with_part
+from autopar.torch_seams.modes import without_subclass_functions
+from autopar.torch_seams.tensors import has_hooks
 
 _LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
@@ -65,13 +68,12 @@ def sharding_key(mesh: Mesh, layout: Layout) -> str | None:
 def plainly() -> AbstractContextManager[Any]:
     """Within, attributes of DTensors are read as those of tensors are: nine a parameter and step, which took
     half of what a parameter costs beside its operators."""
-    entered: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return entered
+    return without_subclass_functions()
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a parameter or buffer that this rank holds, sharing its storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def local_buffer(part: InputPart, tensor: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def twin_of(tensor: Tensor) -> Tensor:
     """A copy of a parameter or buffer, with the same placement and values and no gradient."""
     values = local(tensor).detach().clone()
     if isinstance(tensor, DTensor):
-        values = DTensor(values, tensor._spec, requires_grad=False)
+        values = with_part(values, tensor)
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
@@ -174,10 +176,6 @@ def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
     return gradient
 
 
-# What DTensor(...) calls, without a wrapper for torch's compiler that takes longer than all else.
-_new: Any = DTensor.__new__
-
-
 def add_gradient(outer: Any, total: Tensor) -> None:
     """Add a final local gradient to the `.grad` of an outer parameter.
 
@@ -186,7 +184,7 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
         if outer.grad is None:
-            outer.grad = _new(DTensor, total, outer._spec, requires_grad=False)
+            outer.grad = with_part(total, outer)
         else:
             _add_to(outer, total)
 
@@ -198,7 +196,7 @@ def _add_to(outer: Any, total: Tensor) -> None:
     if local(outer.grad).is_contiguous():
         local(outer.grad).add_(total)
     else:  # elements that share memory
-        outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
+        outer.grad = with_part(local(outer.grad) + total, outer)
 
 
 # -- leaves -------------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ class Leaves:
         tied = self._tied[index]
         if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
             tied = self._tied[index] = self._tie(index, outer)
-        if outer._backward_hooks or outer._post_accumulate_grad_hooks:
+        if has_hooks(outer):
             raise _hooked(self._parts[index].target)
         return self._gathered(index, outer, tied[2]) if self._parts[index].gathers else tied[2]
 
@@ -287,11 +285,11 @@ class Leaves:
             def accumulated(leaf: Tensor) -> None:
                 leaves = mine()
                 assert leaves is not None
-                leaves._accumulated(index, leaf, outer)
+                leaves.accumulated(index, leaf, outer)
 
             leaf.register_post_accumulate_grad_hook(accumulated)
 
-    def _accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
+    def accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
         if self._find[index]() is not read:
             raise _exchanged(self._parts[index].target)
         if index not in self.heard:

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.placement import Layout
@@ -42,6 +41,9 @@ from autopar.runtime.programs.local_inputs import LocalInputs
 from autopar.runtime.programs.placed_tensors import PlacedTensors, group_keys
 from autopar.runtime.programs.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.programs.structure_guard import StructureGuard
+from autopar.torch_seams.fakes import FakeTensorMode
+from autopar.torch_seams.modes import without_subclass_functions
+from autopar.torch_seams.modules import own_buffers, own_parameters
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.reads.attribute_reads import Reads, recording
@@ -136,10 +138,10 @@ class CallPrograms:
     def of(self, tensors: PlacedTensors, agreement: Agreement) -> CallPrograms:
         """The programs of a copy of the module: none yet, but the plans are known."""
         twin = copy.copy(self)
-        twin._tensors, twin._agreement = tensors, agreement
-        twin.cache, twin._growing, twin._users = ProgramCache(), GrowingCalls(), dict(self._users)
+        twin.cache = ProgramCache()
         plans = [(key, program.executable.plan) for key, program in self.cache.plans()]
-        twin._inherited = [*self._inherited, *plans]
+        vars(twin).update(_tensors=tensors, _agreement=agreement, _growing=GrowingCalls())
+        vars(twin).update(_users=dict(self._users), _inherited=[*self._inherited, *plans])
         return twin
 
     def known(self, call: Arguments, *, step: bool = False) -> tuple[Entry[Program] | None, str]:
@@ -354,9 +356,9 @@ class CallPrograms:
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if not self._tensors.is_placed:
             return ()
-        held = [tensor for item in self._tensors.tree.modules for tensor in item._parameters.values()]
-        held += [tensor for item in self._tensors.tree.modules for tensor in item._buffers.values()]
-        with torch._C.DisableTorchFunctionSubclass():  # a property of a DTensor takes thrice as long in it
+        held = [tensor for item in self._tensors.tree.modules for tensor in own_parameters(item).values()]
+        held += [tensor for item in self._tensors.tree.modules for tensor in own_buffers(item).values()]
+        with without_subclass_functions():  # a property of a DTensor takes thrice as long in it
             mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
         structure, constants, shapes = call.key
         return (

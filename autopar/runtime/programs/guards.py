@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.tree.old_parameters import OldParameter
+from autopar.torch_seams.tensors import version_of
 from autopar.trace.reads.attribute_reads import ALL, AttributeOwner, Reads
 from autopar.trace.reads.numbers import is_number
 from autopar.trace.reads.reachable_state import Namespace, filled_cells, is_python_class, members
@@ -370,7 +371,7 @@ def _static(name: str) -> Callable[[Any], Any]:
 
 
 def _version(tensor: torch.Tensor) -> tuple[int]:
-    return (tensor._version,)
+    return (version_of(tensor),)
 
 
 def _members(value: set[Any]) -> tuple[frozenset[Any]]:
@@ -393,7 +394,7 @@ def _variables(names: Iterable[str]) -> Callable[[Any], Any]:
     """Gives the environment variables of these names."""
     keys = [os.fsencode(name) for name in names]
     # What os.environ decodes: 400 names take 20 us, and 400 by itself.
-    return lambda environment: (tuple(map(environment._data.get, keys)),)
+    return lambda environment: (tuple(map(environment._data.get, keys)),)  # noqa: SLF001  (Python's)
 
 
 _ASKED: dict[type, Callable[[Any], Any]] = {

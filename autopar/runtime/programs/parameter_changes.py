@@ -22,6 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.optimizers.optimizers import at_steps
 from autopar.runtime.tree.user_tree import UserTree
+from autopar.torch_seams.dtensors import part_of
+from autopar.torch_seams.modes import without_subclass_functions
+from autopar.torch_seams.modules import own_parameters
+from autopar.torch_seams.tensors import version_of
 
 KEPT = 16  # steps between two calls, of which rates are compared
 _STEPS = "step on all ranks after the same calls"
@@ -49,7 +53,7 @@ class ParameterChanges:
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             changes = mine()
             if changes is not None:
-                changes._stepped(optimizer)
+                changes.stepped(optimizer)
 
         at_steps(register_optimizer_step_post_hook, self, after)
 
@@ -85,7 +89,7 @@ class ParameterChanges:
         """Take the parameters as they are: what has been written was, on all ranks, by one call."""
         self._versions = self._read()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = (item for group in optimizer.param_groups for item in group["params"])
         if not any(isinstance(item, DTensor) and item.device_mesh == self._mesh for item in held):
             return
@@ -100,13 +104,15 @@ class ParameterChanges:
 
         Of a part there is one reference as long as that is kept; an id would be that of a later part, too.
         """
-        held = [item for module in self._tree.modules for item in module._parameters.values()]
-        mine = [(item, item._local_tensor) for item in held if type(item) is DTensor]
+        held = [item for module in self._tree.modules for item in own_parameters(module).values()]
+        mine = [(item, part_of(item)) for item in held if type(item) is DTensor]
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # or a property takes thrice as long
-                return [(weakref.ref(part), item._version + part._version) for item, part in mine]
+            with without_subclass_functions():  # or a property takes thrice as long
+                return [(weakref.ref(part), version_of(item) + version_of(part)) for item, part in mine]
         except RuntimeError:  # tensors of torch.inference_mode have no versions
-            versions = (0 if part.is_inference() else item._version + part._version for item, part in mine)
+            versions = (
+                0 if part.is_inference() else version_of(item) + version_of(part) for item, part in mine
+            )
             return [(weakref.ref(part), version) for (_, part), version in zip(mine, versions, strict=True)]
 
     def _written(self) -> list[str]:
@@ -126,7 +132,7 @@ class ParameterChanges:
         return [
             f"{path}.{name}".lstrip(".")
             for path, module in self._tree.root.named_modules()
-            for name, item in module._parameters.items()
+            for name, item in own_parameters(module).items()
             if type(item) is DTensor
         ]
 

@@ -115,7 +115,7 @@ class PlacedTensors:
         numbers = any(not item.spec.shape for item in self._parts.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         self._take_plain_tensors(self, mesh)
-        self._look_at_steps(mesh)
+        self.look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
         return mesh
@@ -124,7 +124,7 @@ class PlacedTensors:
         """Look at gradients from now on if this program, which learns, computes in float16."""
         self._is_half[0] = self._is_half[0] or computes_in_half(made)
 
-    def _look_at_steps(self, mesh: DeviceMesh) -> None:
+    def look_at_steps(self, mesh: DeviceMesh) -> None:
         """Let optimizers step these parameters in the way that is right and fast, or be refused."""
         refuse_together(self, mesh, staged=self.pipeline.is_staged)
         is_half = self._is_half
@@ -253,10 +253,10 @@ class PlacedTensors:
         twin = copy.copy(self)
         twin.tree = tree
         if self._held is not None:
-            twin._held = RankStates(self._device)
+            vars(twin).update(_held=RankStates(self._device))
         if self._mesh is not None:
             self._take_plain_tensors(twin, self._mesh[1])
-            twin._look_at_steps(self._mesh[1])
+            twin.look_at_steps(self._mesh[1])
         return twin
 
     def accept_changes(self) -> None:

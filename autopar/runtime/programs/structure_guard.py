@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar.core.structure import Structure
 from autopar.runtime.parameters.parameters import local
+from autopar.torch_seams.tensors import version_of
 from autopar.trace.values.structure import digest_of, parts_of
 
 
@@ -43,7 +44,7 @@ def _versions(tensor: Tensor) -> tuple[int, ...] | None:
     """How often a tensor, or its parts, have been written to; None if that isn't counted."""
     if tensor.is_inference():
         return None
-    return tuple(part._version for part in (tensor, *parts_of(tensor)))
+    return tuple(version_of(part) for part in (tensor, *parts_of(tensor)))
 
 
 class StructureGuard:

@@ -30,6 +30,7 @@ from torch import Tensor, UntypedStorage, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
+from autopar.torch_seams.tensors import storage_key, version_of
 
 AHEAD = 2  # storages that leave, or come, while another one is worked with
 
@@ -108,7 +109,7 @@ class PackedTensor:
         """The tensor, there for the stream that computes. Raises InputError if it has changed since forward,
         as autograd itself does where nothing is packed."""
         watched = self.saved.watched
-        if watched is not None and watched._version != self.version:
+        if watched is not None and version_of(watched) != self.version:
             raise InputError(
                 where="backward of the parallel module",
                 found=f"a tensor of shape {tuple(self.size)} that has changed in place since forward",
@@ -137,7 +138,7 @@ class Offloading:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         saved = self.saved_storage(tensor)
-        version = -1 if saved.watched is None else saved.watched._version
+        version = -1 if saved.watched is None else version_of(saved.watched)
         return PackedTensor(
             self, saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), version
         )
@@ -164,10 +165,10 @@ class Offloading:
 
     def saved_storage(self, tensor: Tensor) -> _SavedStorage:
         storage = tensor.untyped_storage()
-        found = self.known.get(storage._cdata)
+        found = self.known.get(storage_key(storage))
         if found is None or found.origin() is not storage:
             found = _SavedStorage(ref(storage), storage.device, storage, tensor.detach())
-            self.known[storage._cdata] = found
+            self.known[storage_key(storage)] = found
         return found
 
     def let_go(self) -> None:

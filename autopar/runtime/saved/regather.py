@@ -32,13 +32,16 @@ from autopar.errors import InputError
 from autopar.runtime import registry
 from autopar.runtime.saved.offload import Offloading, PackedTensor, moves, offloading
 from autopar.runtime.saved.split_backward import Between, Box, halved
+from autopar.torch_seams.autograd import graph_task
+from autopar.torch_seams.schemas import short_name
+from autopar.torch_seams.tensors import storage_key, version_of
 
 REGATHER = "_regather"  # ends the names of the operators whose results don't stay
 
 
 def is_regather(target: Any) -> bool:
     """Whether `target` is a registered operator whose result is regathered in backward."""
-    return getattr(target, "namespace", "") == registry.NAMESPACE and target._opname.endswith(REGATHER)
+    return getattr(target, "namespace", "") == registry.NAMESPACE and short_name(target).endswith(REGATHER)
 
 
 def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
@@ -49,7 +52,8 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
     regathers = any(is_regather(node.target) for graph in graphs for node in graph.nodes)
     offloads = moves(program.graph)
     early = any(
-        is_regather(node.target) and node.target._opname.startswith("wait_") for node in program.graph.nodes
+        is_regather(node.target) and short_name(node.target).startswith("wait_")
+        for node in program.graph.nodes
     )
     order = dict[int, int]() if early else None
     if not regathers and not offloads and between is None:
@@ -67,8 +71,8 @@ def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]
     notes = _notes.get()
     if notes is not None:
         storage = full.untyped_storage()
-        made = _GatherSource(operator, _find(notes, source) or source, source._version, arguments, full)
-        notes[storage._cdata] = weakref.ref(storage), made
+        made = _GatherSource(operator, _find(notes, source) or source, version_of(source), arguments, full)
+        notes[storage_key(storage)] = weakref.ref(storage), made
 
 
 class _GatherSource:
@@ -114,7 +118,7 @@ class _GatherSource:
 
     def _check(self, source: Tensor) -> None:
         """Raise InputError for a weight that has changed since it was gathered."""
-        if source._version != self.version:
+        if version_of(source) != self.version:
             raise InputError(
                 where="backward of the parallel module",
                 found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
@@ -163,7 +167,7 @@ class EarlyGathers:
         while self._started:  # backward took another way: these are over, and of no use
             self._started.popitem()[1]()
         full = wait() if wait else self._items[number].restore()
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == self._task:
             self._order[self._last] = number
         self._last, self._task = number, task
@@ -199,7 +203,7 @@ def anew(tensor: Tensor) -> Anew | None:
 def _find(notes: Notes, tensor: Tensor) -> _GatherSource | None:
     """How the storage of `tensor` was gathered; None if it was not."""
     storage = tensor.untyped_storage()
-    known, made = notes.get(storage._cdata, (None, None))
+    known, made = notes.get(storage_key(storage), (None, None))
     return made if known is not None and known() is storage else None
 
 

@@ -18,8 +18,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
+
+from autopar.torch_seams.autograd import current_node
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Between:
     def open(self, box: Box[T]) -> T:
         """The content of the box, for the part of autograd's graph that runs."""
         if self._graph is not None:
-            node = torch._C._current_autograd_node()
+            node = current_node()
             if node is not self._node:
                 self._empty()
                 self._node = node

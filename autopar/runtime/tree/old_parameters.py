@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.torch_seams.modes import without_subclass_functions
 from autopar.trace.call.user_source import calling_line
 
 _GETTERS: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_leaf)
@@ -33,7 +34,7 @@ class OldParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _TELLING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 return function(*args, **(kwargs or {}))
         old = next((item for item in _flat((args, kwargs or {})) if isinstance(item, cls)), None)
         found, wanted, remedy = vars(old)["_autopar_told"]

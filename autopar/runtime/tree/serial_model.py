@@ -19,13 +19,9 @@ from torch.nn.utils.spectral_norm import (
 from torch.nn.utils.weight_norm import WeightNorm
 
 from autopar.errors import InputError, cut_text
+from autopar.torch_seams.modules import HOOKS, pre_hooks_of, pruned_name
+from autopar.torch_seams.tensors import TENSOR_HOOKS
 
-_MODULE_HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
 _HARMLESS = {  # the names of libraries' own
     "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
     "output_capturing_hook",  # transformers, at the first call: what it captures is traced as an output
@@ -39,12 +35,6 @@ _SCRIPTED = (
     "what a library scripts by itself it may leave as it is: in e3nn by "
     "set_optimization_defaults(jit_script_fx=False), before the model is built"
 )
-_PARAMETER_HOOKS = {
-    "_backward_hooks": "gradient hook",
-    "_post_accumulate_grad_hooks": "post-accumulate hook",
-}
-
-
 _WRAPPERS = {  # by module and name; compilers and FSDP take seconds to import
     ("torch._dynamo", "OptimizedModule"): "torch.compile",
     ("torch.jit", "ScriptModule"): "torch.jit",
@@ -101,9 +91,9 @@ def _check_made_parameters(model: nn.Module) -> None:
     if lazy:
         _refuse(lazy, "parameters of known shapes", "call the model once on an example first")
     pruned = [
-        f"{hook._tensor_name} of {_name(path)} pruned by torch.nn.utils.prune"
+        f"{pruned_name(hook)} of {_name(path)} pruned by torch.nn.utils.prune"
         for path, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
+        for hook in pre_hooks_of(module).values()
         if isinstance(hook, BasePruningMethod)
     ]
     if pruned:
@@ -118,7 +108,7 @@ def _check_made_parameters(model: nn.Module) -> None:
 def forget_made_weights(model: nn.Module) -> None:
     """Detach the weights that weight_norm and spectral_norm left in modules, and make anew at each call."""
     for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in pre_hooks_of(module).values():
             if isinstance(hook, _OLD_NORMS) and isinstance(made := vars(module).get(hook.name), Tensor):
                 vars(module)[hook.name] = made.detach()
 
@@ -138,7 +128,7 @@ def check_plain(model: nn.Module) -> None:
 
 def _module_hooks(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
-        for attribute, name in _MODULE_HOOKS.items():
+        for attribute, name in HOOKS.items():
             hooks = getattr(module, attribute, None) or {}
             if not all(map(is_harmless, hooks.values())):
                 yield f"a {name} on {_name(path)}"
@@ -151,7 +141,7 @@ def is_harmless(hook: object) -> bool:
 
 def _parameter_hooks(model: nn.Module) -> Iterator[str]:
     for path, parameter in model.named_parameters():
-        for attribute, name in _PARAMETER_HOOKS.items():
+        for attribute, name in TENSOR_HOOKS.items():
             if getattr(parameter, attribute, None):
                 yield f"a {name} on parameter {path}"
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.hooks import RemovableHandle
 
 from autopar.core.part import Part
@@ -34,6 +33,15 @@ from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.executable import InputPart
 from autopar.runtime.parameters.parameters import distribute, gather, local, placements_of
+from autopar.torch_seams.dtensors import compute_local_shape_and_global_offset, with_part
+from autopar.torch_seams.modules import (
+    add_loading_hook,
+    add_saving_hook,
+    own_buffers,
+    own_parameters,
+    saving_hooks_of,
+    unsaved_buffers,
+)
 
 _sharded: ContextVar[bool] = ContextVar("state dicts of this rank's chunks", default=False)
 
@@ -145,14 +153,14 @@ class FullState:
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks, so that users' own see full tensors: first after saving, last for loading."""
-        others = dict(module._state_dict_hooks)
-        module._state_dict_hooks.clear()
-        after = module._register_state_dict_hook(self._after_saving)
-        module._state_dict_hooks.update(others)
+        others = dict(saving_hooks_of(module))
+        saving_hooks_of(module).clear()
+        after = add_saving_hook(module, self._after_saving)
+        saving_hooks_of(module).update(others)
         return [
             module.register_state_dict_pre_hook(self._before_saving),
             after,
-            module._register_load_state_dict_pre_hook(self._before_loading, with_module=True),
+            add_loading_hook(module, self._before_loading, with_module=True),
         ]
 
     def _before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -166,9 +174,7 @@ class FullState:
         """
         if self._live:
             return
-        saved = {
-            name: item for name, item in self.stored.items() if name not in module._non_persistent_buffers_set
-        }
+        saved = {name: item for name, item in self.stored.items() if name not in unsaved_buffers(module)}
         if is_sharded_state():
             for name, stored in saved.items():
                 if isinstance(held := state.get(prefix + name), DTensor):
@@ -183,7 +189,7 @@ class FullState:
         """Cut full tensors to this rank's parts, which is a collective for those in chunks."""
         for name, stored in self.stored.items():
             value = state.get(prefix + name)
-            held = module._parameters.get(name, module._buffers.get(name))
+            held = own_parameters(module).get(name, own_buffers(module).get(name))
             if held is None:
                 state.pop(prefix + name, None)  # another stage's
             elif isinstance(value, Tensor) and isinstance(held, DTensor):
@@ -202,7 +208,7 @@ def _taken(value: Tensor, stored: Stored, held: DTensor, name: str) -> Tensor:
         return stored.from_serial_order(value, held.device_mesh) if is_serial else value
     mine = stored.part.part.take(value.detach()).to(local(held)).contiguous()
     with torch.no_grad():
-        return DTensor(mine, held._spec, requires_grad=False)
+        return with_part(mine, held)
 
 
 def check_mesh(value: DTensor, stored: Stored, held: DTensor, name: str) -> None:

@@ -28,18 +28,16 @@ from autopar.errors import InputError
 from autopar.runtime.tree import old_parameters
 from autopar.runtime.tree.serial_model import is_harmless, without_memory
 from autopar.runtime.tree.stored import FullState, Stored
+from autopar.torch_seams.modules import (
+    HOOKS,
+    HOOKS_EVERYWHERE,
+    own_buffers,
+    own_children,
+    own_parameters,
+    own_tensors,
+)
 from autopar.trace.call.user_source import is_library, shown_path
 from autopar.trace.state.shared_memory import Memory, replacing
-
-HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
-_EVERYWHERE = tuple(
-    getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS
-)  # by torch.nn.modules
 
 
 class PlacedTensor(NamedTuple):
@@ -93,7 +91,7 @@ class UserTree:
         named = dict(self.root.named_modules())
         self.modules = tuple(named.values())
         self._paths = tuple(named)
-        self._children_of = [module._modules for module in self.modules]
+        self._children_of = [own_children(module) for module in self.modules]
         self._children = self._present_children()
         self._kinds = list(map(type, self.modules))
         self._hooks = [getattr(module, name) for module in self.modules[1:] for name in HOOKS]
@@ -160,7 +158,7 @@ class UserTree:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
         for path, module in zip(self._paths, self.modules, strict=True):
-            for held in (module._parameters, module._buffers):
+            for held in own_tensors(module):
                 for name, tensor in held.items():
                     if tensor is not None:
                         yield _join(path, name), tensor
@@ -168,7 +166,7 @@ class UserTree:
     def _put(self, places: Mapping[int, Tensor | None]) -> None:
         """Replace tensors, by id, wherever modules hold them, also in lists and the like."""
         for module in self.modules:
-            for held in (module._parameters, module._buffers):
+            for held in own_tensors(module):
                 for name, tensor in held.items():
                     if id(tensor) in places:
                         held[name] = places[id(tensor)]
@@ -198,7 +196,7 @@ class UserTree:
         states = dict(zip(self._paths, map(vars, self.modules), strict=True))
         before = [(path, name, states[path][name]) for path, name, _ in lists if name in states.get(path, ())]
         for path, module in zip(self._paths, self.modules, strict=True):
-            for held in (module._parameters, module._buffers):
+            for held in own_tensors(module):
                 for name in held:
                     held[name] = whole.get(_join(path, name), held[name])
         self.set_attributes(lists)
@@ -220,7 +218,7 @@ class UserTree:
     def install(self) -> None:
         """Once tensors are placed, let state dicts speak full ones, and refuse calls of single modules."""
         for path, module in () if not self.stored else zip(self._paths, self.modules, strict=True):
-            names = [*module._parameters, *module._buffers]
+            names = [*own_parameters(module), *own_buffers(module)]
             stored = {
                 name: self.stored[_join(path, name)] for name in names if _join(path, name) in self.stored
             }
@@ -266,7 +264,9 @@ class UserTree:
         self.install()
 
     def _refuse_hooks(self) -> None:
-        hooks = [f"a hook on all modules{_defined(hook)}" for hooks in _EVERYWHERE for hook in hooks.values()]
+        hooks = [
+            f"a hook on all modules{_defined(hook)}" for hooks in HOOKS_EVERYWHERE for hook in hooks.values()
+        ]
         hooks += [
             f"a {HOOKS[name]} on {path}{_defined(hook)}"
             for path, module in self.root.named_modules()
@@ -289,7 +289,7 @@ class UserTree:
             and all(map(operator.is_, children, self._children))
             and all(map(operator.is_, map(type, self.modules), self._kinds))
             and list(map(len, self._hooks)) == self._hook_counts
-            and not any(_EVERYWHERE)
+            and not any(HOOKS_EVERYWHERE)
         )
 
     def _check_tensors(self) -> None:
@@ -341,7 +341,7 @@ class UserTree:
     def _put_whole(self, states: Mapping[str, tuple[torch.dtype, bool]]) -> None:
         places: dict[int, Tensor | None] = {}
         for path, module in zip(self._paths, self.modules, strict=True):
-            for held in (module._parameters, module._buffers):
+            for held in own_tensors(module):
                 for name, tensor in held.items():
                     whole = self._whole.get(_join(path, name))
                     if whole is None or _keeps_values(tensor):
@@ -380,9 +380,7 @@ class _ModuleContents:
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._states = [(vars(module), dict(vars(module))) for module in modules]
-        self._tensors = [
-            (held, dict(held)) for module in modules for held in (module._parameters, module._buffers)
-        ]
+        self._tensors = [(held, dict(held)) for module in modules for held in own_tensors(module)]
         held = [
             value for _, state in self._states for name, value in state.items() if not name.startswith("_")
         ]
@@ -393,7 +391,7 @@ class _ModuleContents:
         """Put back what was there; what is new stays unless it holds tensors, which are a trace's own."""
         for held, before in self._tensors:
             held.clear()
-            held.update(before)  # type: ignore[arg-type]
+            held.update(before)
         for items, content in self._lists:
             items[:] = content
         for table, entries in self._dicts:
@@ -451,7 +449,7 @@ def _defined(hook: Any) -> str:
 def _all_names(root: nn.Module) -> Iterator[str]:
     """Names of tensors as a state dict has them: of a module under several names, all."""
     for path, module in root.named_modules(remove_duplicate=False):
-        yield from (_join(path, name) for name in (*module._parameters, *module._buffers))
+        yield from (_join(path, name) for name in (*own_parameters(module), *own_buffers(module)))
 
 
 def _join(path: str, name: str) -> str:

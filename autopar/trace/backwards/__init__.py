@@ -5,5 +5,4 @@ custom_backwards     Functions and hooks with a backward of their own
 custom_calls         one of them, its tensors and numbers taken out
 custom_operator      one of them as an operator of the graph
 stand_ins            what one of them does, on random values
-applied_functions    every call of a Function, by versions of torch
 """

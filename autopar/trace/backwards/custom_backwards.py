@@ -14,16 +14,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 
 from autopar.core.graph import ProcessNumber, TensorSpec
 from autopar.errors import TraceError
-from autopar.trace.backwards import applied_functions, custom_calls, custom_operator, stand_ins
+from autopar.torch_seams import applied_functions
+from autopar.torch_seams.modules import has_backward_hooks
+from autopar.torch_seams.transforms import ENTRIES
+from autopar.trace.backwards import custom_calls, custom_operator, stand_ins
 from autopar.trace.backwards.custom_calls import Answered, FunctionCall, HookCall
 from autopar.trace.backwards.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
 from autopar.trace.call.user_source import calling_line, first_line
@@ -35,11 +36,6 @@ _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _DERIVES = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
 _UNFOLLOWED = "fake tensor in the exported program"  # what torch.export says of tensors inside of linear, say
-_TRANSFORMS: tuple[tuple[Any, str], ...] = (
-    (eager_transforms, "grad_increment_nesting"),
-    (eager_transforms, "jvp_increment_nesting"),
-    (vmap, "vmap_increment_nesting"),
-)
 _grad_fn: Any = torch.Tensor.grad_fn  # the attribute of every tensor
 _GRAD_FN = _grad_fn.__get__
 
@@ -173,10 +169,8 @@ class _Tracer:
     def told(self) -> Iterator[None]:
         """Within, derivatives that a trace can't follow are refused at their line."""
         with ExitStack() as patches:
-            for module, entered in _TRANSFORMS:
-                patches.enter_context(
-                    patch.object(module, entered, partial(self._enter, getattr(module, entered)))
-                )
+            for entry in ENTRIES:
+                patches.enter_context(entry.replaced(partial(self._enter, entry.now)))
             try:
                 yield
             except RuntimeError as cause:
@@ -310,7 +304,7 @@ def _observed(
 
 def _check_module_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise TraceError(
                 where=f"{name or 'the model'} ({type(module).__name__})",
                 found="a backward hook of the module",

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from autopar.torch_seams import pytree
+from autopar.torch_seams.autograd import SingleLevelFunction
 from autopar.trace.reads.numbers import is_float
 
-_Single: Any = torch.autograd.function._SingleLevelFunction
 _PRIMITIVE = (int, bool, str, bytes, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -80,7 +80,7 @@ class FunctionCall:
     def plainly(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> Any:
         """The result of forward as plain operators, as if the Function had no backward of its own."""
         args = self.arguments(operands, numbers)
-        if self.function.setup_context != _Single.setup_context:
+        if self.function.setup_context != SingleLevelFunction.setup_context:
             return self.function.forward(*args)
         return self.function.forward(_Context(args), *args)
 

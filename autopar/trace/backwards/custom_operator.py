@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autopar.core.graph import ProcessNumber, TensorSpec
+from autopar.torch_seams.fakes import FakeTensor, FunctionalTensor
+from autopar.torch_seams.modes import below_autograd
 
 NAMESPACE = "autopar_user"  # no collectives: those are autopar's own
 _Library: Any = torch.library.Library  # ships without types
@@ -104,7 +104,7 @@ class _Shaped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rest: tuple[Any, ...], *operands: Tensor) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             results = CUSTOM(list(operands), *rest)
         specs = _CALLS[rest[-1]].results
         fixed = [item for item, spec in zip(results, specs, strict=True) if not spec.requires_grad]
@@ -128,7 +128,7 @@ def _run(operands: Sequence[Tensor], *rest: Any) -> list[Tensor]:
         if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
             apply: Any = _Shaped.apply  # ships without types
             return list(apply(rest, *operands))
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return list(CUSTOM(list(operands), *rest))
     return _with_values(operands, *rest)
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.core.graph import TensorSpec
+from autopar.torch_seams import pytree
+from autopar.torch_seams.fakes import FakeTensor, FakeTensorMode, FunctionalTensor
+from autopar.torch_seams.modes import TorchDispatchMode, without_functions, without_modes
+from autopar.torch_seams.tensors import version_of
 from autopar.trace.backwards.custom_operator import Run
 
 MOST_ELEMENTS = 1 << 18  # of all operands: a draw takes about a millisecond then
@@ -72,8 +72,8 @@ def outside_of_trace() -> Iterator[None]:
     torch.set_num_threads(1)
     try:
         with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
+            without_modes(),
+            without_functions(),
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
         ):
@@ -103,7 +103,7 @@ def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
             return Behavior(_shapes_of(run, operands, numbers), True, True, False, None)
     if watch.foreign:
         raise ForeignTensorError
-    if any(leaf._version for leaf in leaves):
+    if any(version_of(leaf) for leaf in leaves):
         raise WrittenOperandError
     after = torch.get_rng_state()
     specs = _specs(results) if whole else _shapes_of(run, operands, numbers)

@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-_autograd: Any = torch._C._autograd
+from autopar.torch_seams.autograd import pop_saved_hooks, push_saved_hooks, top_saved_hooks
+from autopar.torch_seams.pytree import tree_leaves, tree_map_only
+from autopar.torch_seams.tracing import proxy_call
 
 
 class TakenGradients(TorchFunctionMode):
@@ -47,7 +46,7 @@ def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def followed() -> Iterator[None]:
     """Within, operators are traced by the parts that autograd sees, and what it has kept is known again."""
-    traced = proxy_tensor.proxy_call
+    traced = proxy_call.now
     made: dict[tuple[Any, int], Tensor] = {}
 
     def again(tensor: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def followed() -> Iterator[None]:
                 made[each.grad_fn, each.output_nr] = each
         return result
 
-    with patch.object(proxy_tensor, "proxy_call", call), _kept_as_they_are():
+    with proxy_call.replaced(call), _kept_as_they_are():
         yield
 
 
@@ -69,11 +68,11 @@ def followed() -> Iterator[None]:
 def _kept_as_they_are() -> Iterator[None]:
     """Within, autograd keeps operands themselves: hooks around the call would give others back."""
     hooks = list[Any]()
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := top_saved_hooks(True)) is not None:
         hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_hooks(pack, unpack)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Distribution
-from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError, TraceError
+from autopar.torch_seams import pytree
 from autopar.trace.reads.reachable_state import filled_cells
 
 LossFunction = Callable[..., torch.Tensor]

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import fx
 
 from autopar.errors import cut_text
+from autopar.torch_seams.tracing import noted_frames
 
 
 def module_of(node: fx.Node) -> str:
@@ -77,7 +77,7 @@ def all_of_forward(boundary: str) -> Iterator[None]:
             [frame for frame in frames[last + 1 :] if not is_library(frame.filename)]
         )
 
-    with patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", below):
+    with noted_frames.replaced(below):
         yield
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Operator
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
@@ -44,14 +45,14 @@ _CAST_ALIKE = (aten.type_as.default, aten.to.other)
 
 def ours(target: Any) -> Any:
     """The operator, or of a library's own the one of the same arguments and results that is known here."""
-    return _THEIRS.get(target._schema.name, target)
+    return _THEIRS.get(schema_of(target).name, target)
 
 
 def device_by_name(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call whose device, and what follows it, are keyword arguments: programs put in their own."""
-    names = [item.name for item in target._schema.arguments][: len(args)]
+    names = [item.name for item in schema_of(target).arguments][: len(args)]
     if "device" not in names:
         return args, kwargs
     place = names.index("device")
@@ -79,24 +80,24 @@ def without_example(
 
 def functional(target: Any) -> Any | None:
     """The overload that returns what `target` writes; None where there is none."""
-    packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"), None)
-    same = target._schema.overload_name or "default"
-    wanted = [str(item.type) for item in target._schema.arguments if item.name != "out"]
+    packet = getattr(aten, schema_of(target).name.split("::")[1].removesuffix("_"), None)
+    same = schema_of(target).overload_name or "default"
+    wanted = [str(item.type) for item in schema_of(target).arguments if item.name != "out"]
     for name in sorted(packet.overloads(), key=lambda name: name != same) if packet else ():
         found = getattr(packet, name)
-        given = [str(item.type) for item in found._schema.arguments]
-        if given == wanted and not found._schema.is_mutable:
+        given = [str(item.type) for item in schema_of(found).arguments]
+        if given == wanted and not schema_of(found).is_mutable:
             return found
     return None
 
 
 def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Defaults that only the in-place overload of an operator has, for a call that leaves them open."""
-    wanted = [item.name for item in functional._schema.arguments if not item.has_default_value()]
+    wanted = [item.name for item in schema_of(functional).arguments if not item.has_default_value()]
     defaults = {
-        item.name: item.default_value for item in mutable._schema.arguments if item.has_default_value()
+        item.name: item.default_value for item in schema_of(mutable).arguments if item.has_default_value()
     }
-    given = {*kwargs, *(item.name for item in mutable._schema.arguments[: len(args)])}
+    given = {*kwargs, *(item.name for item in schema_of(mutable).arguments[: len(args)])}
     return {name: defaults[name] for name in wanted if name in defaults and name not in given}
 
 
@@ -105,13 +106,13 @@ def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict
 
 def arguments_of(item: Operator) -> dict[str, Any]:
     """Arguments of an operator, by name."""
-    names = (argument.name for argument in item.target._schema.arguments)
+    names = (argument.name for argument in schema_of(item.target).arguments)
     return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
 
 
 def called(item: Operator, given: Mapping[str, Any]) -> Operator:
     """The operator called with these arguments: by place, up to the last one that isn't its default."""
-    schema = item.target._schema.arguments
+    schema = schema_of(item.target).arguments
     placed = [argument for argument in schema if not argument.kwarg_only]
     args = [given.get(each.name, each.default_value) for each in placed]
     defaults = [each.default_value if each.has_default_value() else _NEEDED for each in placed]
@@ -123,5 +124,5 @@ def called(item: Operator, given: Mapping[str, Any]) -> Operator:
 
 def is_view(target: Any) -> bool:
     """Whether an operator's first result shares its operand's memory, where it can."""
-    returned = target._schema.returns
+    returned = schema_of(target).returns
     return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write

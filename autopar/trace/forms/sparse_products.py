@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.operator_facts import declare
+from autopar.torch_seams.tensors import sparse_indices, sparse_values
 
 NAMESPACE = "autopar_graphs"  # no collectives: those are autopar's own
 _custom_op: Any = torch.library.custom_op  # ships without types
@@ -83,8 +84,8 @@ def entries_of(matrix: Tensor) -> Entries:
         count = matrix.ccol_indices().diff()
         columns = torch.arange(len(count), device=count.device).repeat_interleave(count)
         return Entries(matrix.row_indices().long(), columns, matrix.values(), tuple(matrix.shape))
-    rows, columns = matrix._indices()
-    return Entries(rows, columns, matrix._values(), tuple(matrix.shape))
+    rows, columns = sparse_indices(matrix)
+    return Entries(rows, columns, sparse_values(matrix), tuple(matrix.shape))
 
 
 Multiply = Callable[[Entries, Tensor], Tensor]

@@ -19,16 +19,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Call, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.precision import Precision
+from autopar.torch_seams import pytree
+from autopar.torch_seams.fakes import FakeTensorMode
+from autopar.torch_seams.modes import TorchDispatchMode, without_any_autocast
+from autopar.torch_seams.schemas import OpOverload, has_kernel, schema_of
+from autopar.torch_seams.tracing import autocast_made
 
 KERNELS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 OFF: Mapping[str, torch.dtype | None] = dict.fromkeys(KERNELS)
@@ -171,10 +172,9 @@ class KernelLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        disabled: Any = nullcontext if self.real else torch._C._DisableAutocast  # ships without types
-        with disabled():
+        with nullcontext() if self.real else without_any_autocast():
             result = func(*args, **(kwargs or {}))
-        views = any(item.alias_info for item in func._schema.returns)
+        views = any(item.alias_info for item in schema_of(func).returns)
         if not facts_of(func).only_moves and not views and (dtypes := _dtypes(result)):
             self.calls.append((func, _dtypes((args, kwargs)), dtypes))
         return result
@@ -182,9 +182,9 @@ class KernelLog(TorchDispatchMode):
 
 def may_cast(target: Any, device: str) -> bool:
     """Whether autocast may change what an operator, or what it is composed of, computes in."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    has: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    has: Callable[[str, str], bool] = has_kernel
     return has(target.name(), KERNELS[device]) or has(target.name(), "CompositeImplicitAutograd")
 
 
@@ -205,7 +205,7 @@ def _ways(
 ) -> Iterator[tuple[torch.dtype | None, dict[str, Any]]]:
     """The casts and keywords that autocast knows."""
     yield None, {}
-    names = [item.name for item in target._schema.arguments]
+    names = [item.name for item in schema_of(target).arguments]
     if "dtype" in names and names.index("dtype") >= len(args):
         yield None, {"dtype": torch.float32}
     yield dtype, {}
@@ -253,13 +253,13 @@ def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     nothing by itself where it is the meta device.
     """
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
-    original = torch.amp.autocast_mode.autocast.__init__
+    original = autocast_made.now
 
     def on_traced(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         ours = device_type in (autocast.device, "meta")
         original(self, traced_on if ours else device_type, *args, **kwargs)
 
-    with patch.object(torch.amp.autocast_mode.autocast, "__init__", on_traced), autocast_set(states):
+    with autocast_made.replaced(on_traced), autocast_set(states):
         yield
 
 

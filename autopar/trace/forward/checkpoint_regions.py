@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.utils.checkpoint
 from torch import fx
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.operator_facts import facts_of
+from autopar.torch_seams.schemas import schema_of
+from autopar.torch_seams.tracing import checkpoint_function, checkpoint_generator
 from autopar.trace.reads.numbers import computed
 
 aten = torch.ops.aten
@@ -69,14 +69,10 @@ def inlined() -> Iterator[Counter[int]]:
         with _region(next(numbers), again, runs_again=torch.is_grad_enabled()):
             yield
 
-    other_kind = "_checkpoint_without_reentrant_generator"
-    if hasattr(torch.utils.checkpoint, other_kind + "_impl"):  # torch 2.14 and later
-        other_kind += "_impl"
-    where = "torch.utils.checkpoint."
     with (
         preserve_node_meta(),
-        patch(where + "CheckpointFunction", Reentrant),
-        patch(where + other_kind, around),
+        checkpoint_function.replaced(Reentrant),
+        checkpoint_generator.replaced(around),
     ):
         yield again
 
@@ -142,7 +138,7 @@ def _counts(item: Operator, graph: Graph) -> bool:
 
 
 def _with(item: Operator, name: str, change: Callable[[Any], Any]) -> Operator:
-    place = [argument.name for argument in item.target._schema.arguments].index(name)
+    place = [argument.name for argument in schema_of(item.target).arguments].index(name)
     args = (computed(change, value) if at == place else value for at, value in enumerate(item.args))
     return replace(item, args=tuple(args))
 

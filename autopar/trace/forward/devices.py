@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
-from torch._subclasses.meta_utils import MetaTensorDescriber
 
+from autopar.torch_seams.fakes import FakeTensorDeviceMismatchError, MetaTensorDescriber
+from autopar.torch_seams.tensors import is_view
+from autopar.torch_seams.tracing import described_tensor
 from autopar.trace.call.call_signature import Arguments
 
 Result = TypeVar("Result")
@@ -41,8 +41,7 @@ def beside(tensor: Tensor, devices: Sequence[torch.device]) -> Tensor:
 
     A trace reads no values. A view of meta tensors has memory of its own, as torch.export takes its sizes for
     unknown."""
-    is_view = tensor.is_meta and tensor._is_view()
-    if tensor.device in devices and not is_view:
+    if tensor.device in devices and not (tensor.is_meta and is_view(tensor)):
         return tensor
     device = tensor.device if tensor.device in devices else devices[0]
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -65,11 +64,11 @@ def on_one_device(run: Callable[[], Result], devices: Sequence[torch.device]) ->
 @contextmanager
 def _meta_as_cpu() -> Iterator[None]:
     """Within, traces take tensors of the meta device for those of a CPU."""
-    describe = MetaTensorDescriber.describe_tensor
+    describe = described_tensor.now
 
     def described(self: MetaTensorDescriber, tensor: Tensor, **how: Any) -> Any:
         found = describe(self, tensor, **how)
         return replace(found, device=_CPU) if found.device.type == "meta" else found
 
-    with patch.object(MetaTensorDescriber, "describe_tensor", described):
+    with described_tensor.replaced(described):
         yield

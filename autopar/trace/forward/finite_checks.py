@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.torch_seams.tensors import version_of
+
 _CHECKS = (torch.isfinite, Tensor.isfinite)
 _REDUCTIONS = (torch.all, Tensor.all)
 BELOW = 1000  # the largest number: where libraries clamp
@@ -42,7 +44,7 @@ class _Check:
         dtype = self.source.dtype
         return (
             not self.result.dim()
-            and self.source._version == self.version
+            and version_of(self.source) == self.version
             and _rounds_to_most(torch.finfo(dtype).max - BELOW, dtype)
             and not any(map(torch.is_autocast_enabled, _DEVICES))
         )
@@ -78,7 +80,7 @@ class FiniteChecks:
     def after(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Remember the checks that a call makes."""
         if function in _CHECKS and len(args) == 1 and args[0].is_floating_point():
-            self._known[id(result)] = _Check(result, args[0], args[0]._version)
+            self._known[id(result)] = _Check(result, args[0], version_of(args[0]))
         elif function in _REDUCTIONS and len(args) == 1 and not kwargs:
             check = self._known.get(id(args[0]))
             if check is not None:

@@ -135,7 +135,7 @@ def _described(each: Any) -> _Generator | None:
             return None
         return _Generator(each.getstate, each.setstate)
     if isinstance(each, np.random.RandomState):
-        return _Generator(each.get_state, each.set_state, each._bit_generator.lock)
+        return _Generator(each.get_state, each.set_state, each._bit_generator.lock)  # noqa: SLF001  (NumPy's)
     return _Generator(lambda: each.state, lambda state: setattr(each, "state", state), each.lock)
 
 
@@ -161,7 +161,7 @@ def _plain(state: State) -> State:
 def _entropy() -> Iterator[list[str]]:
     """Who asked the system for random bits meanwhile, as what makes a generator without a seed does."""
     asked: list[str] = []
-    bits, seed = random._urandom, random.Random.seed  # type: ignore[attr-defined]
+    bits, seed = random._urandom, random.Random.seed  # type: ignore[attr-defined]  # noqa: SLF001
 
     def urandom(count: int) -> bytes:
         asked.append("bits")

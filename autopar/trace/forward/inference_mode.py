@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from autopar.torch_seams.tracing import inference_asked
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def outside_inference_mode() -> Iterator[None]:
     records = torch.is_grad_enabled()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            stack.enter_context(patch.object(torch, "is_inference_mode_enabled", _is_users))
+            stack.enter_context(inference_asked.replaced(_is_users))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(records))
         yield

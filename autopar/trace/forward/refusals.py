@@ -7,20 +7,17 @@ anything else                torch's own first line
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
 
-from torch._subclasses.fake_tensor import (
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.errors import TraceError, ValuesAskedError, cut_text
+from autopar.torch_seams.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-from autopar.errors import TraceError, ValuesAskedError, cut_text
 from autopar.trace.call.user_source import first_line, user_line
 from autopar.trace.forward.torch_checks import ForwardError
 
@@ -31,12 +28,6 @@ _COMPUTED = "a CSR matrix of values that forward computes, as GraphUNet multipli
 _READS = re.compile(r"\.(item|tolist)\(|\b(float|int)\(")
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|not|bool|range)\b")
 _TEXT_LENGTH = 110  # characters of torch's words
-_TORCH_LOGGERS = (
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.export",
-    "torch._export",
-    "torch._subclasses.fake_tensor",  # from 2.15 on
-)
 
 
 def refusal(cause: Exception, part: str) -> TraceError:
@@ -111,18 +102,3 @@ def _asks_for_values(cause: BaseException | None) -> bool:
     return any(
         isinstance(each, _VALUE_ERRORS) or "data-dependent" in str(each)[:2000] for each in _chain(cause)
     )
-
-
-@contextmanager
-def without_torchs_words() -> Iterator[None]:
-    """Within, torch.export keeps to itself its hints and the graph so far, which can be of 80 kB."""
-    loggers = [logging.getLogger(name) for name in _TORCH_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.torch_seams.tensors import version_of
+
 _PICKING = (Tensor.__getitem__, Tensor.masked_select, torch.masked_select, Tensor.nonzero, torch.nonzero)
 _PURE = frozenset(
     (
@@ -49,7 +51,7 @@ class SameMasks:
             number = self._numbers.setdefault(key, len(self._numbers))
         except TypeError:  # an argument without a hash
             return
-        self._made[id(result)] = result, result._version, number
+        self._made[id(result)] = result, version_of(result), number
 
     def _one(self, mask: Any) -> Any:
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.is_inference():
@@ -60,8 +62,8 @@ class SameMasks:
 
     def _number(self, tensor: Tensor) -> int:
         known = self._made.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            known = tensor, tensor._version, self._numbers.setdefault(object(), len(self._numbers))
+        if known is None or known[1] != version_of(tensor):
+            known = tensor, version_of(tensor), self._numbers.setdefault(object(), len(self._numbers))
             self._made[id(tensor)] = known
         return known[2]
 

@@ -22,16 +22,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
-from torch.nn.modules import batchnorm, transformer
 from torch.overrides import TorchFunctionMode
 
+from autopar.torch_seams.fakes import FakeTensor
+from autopar.torch_seams.tracing import (
+    any_element,
+    batch_norm,
+    causal_masks,
+    distribution_made,
+    distribution_sampled,
+)
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.forms.inverse_spectra import inverse_spectra
 from autopar.trace.forward.drawn_decisions import DrawnDecisions
@@ -58,8 +63,8 @@ def traceable(notes: list[str]) -> Iterator[None]:
     """Within, they are; what the program leaves out is added to `notes`."""
     masks = _Masks()
     with (
-        patch.object(transformer, "_detect_is_causal_mask", masks.is_causal),
-        patch.object(batchnorm._BatchNorm, "forward", _batch_norm(batchnorm._BatchNorm.forward)),
+        causal_masks.replaced(masks.is_causal),
+        batch_norm.replaced(_batch_norm(batch_norm.now)),
         _unchecked_distributions(notes),
         _Rewriting(notes, masks),
     ):
@@ -114,8 +119,8 @@ def _unchecked_distributions(notes: list[str]) -> Iterator[None]:
         _note(notes, type(self).__name__)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Distribution, "__init__", made))
-        stack.enter_context(patch.object(Distribution, "_validate_sample", sampled))
+        stack.enter_context(distribution_made.replaced(made))
+        stack.enter_context(distribution_sampled.replaced(sampled))
         yield
 
 
@@ -284,7 +289,7 @@ class _Rewriting(TorchFunctionMode):
             self.masks.check(args[7], args[9])
         if function is F.gaussian_nll_loss:
             _note(self.notes, "gaussian_nll_loss")
-            with patch.object(torch, "any", lambda *_: False):  # of `var < 0`
+            with any_element.replaced(lambda *_: False):  # of `var < 0`
                 return function(*args, **kwargs)
         if function in _INVERSE and not (kwargs.get("return_complex") or len(args) > 9):
             _note(self.notes, "istft")

@@ -59,7 +59,7 @@ class _Code:
     def __init__(self, code: CodeType) -> None:
         self.steps = list(dis.get_instructions(code))
         self.places = {step.offset: place for place, step in enumerate(self.steps)}
-        self.handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+        self.handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # noqa: SLF001  (Python's)
 
     @staticmethod
     @cache

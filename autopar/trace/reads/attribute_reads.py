@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from autopar.torch_seams.fakes import FakeTensor, FunctionalTensor
 from autopar.trace.reads.code_that_ran import code_that_runs
 from autopar.trace.reads.inside import LeftInside
 from autopar.trace.reads.numbers import Number

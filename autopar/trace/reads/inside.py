@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from autopar.errors import InputError
+from autopar.torch_seams import pytree
 
 
 class Inside:
@@ -27,7 +26,7 @@ class Inside:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inside = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, cls)]
-        return inside[0]._refuse()
+        return cls._refuse(inside[0])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_path":

@@ -22,10 +22,10 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import torch
-from torch.utils import _pytree as pytree
-
 from autopar.core.graph import Graph, ProcessNumber, Ref
+from autopar.torch_seams import pytree
+from autopar.torch_seams.schemas import OpOverload, OpOverloadPacket
+from autopar.torch_seams.tensors import TENSOR_FILE, TENSOR_MODULE
 
 Plain: TypeAlias = float | int
 Formula: TypeAlias = Callable[[Sequence[Plain]], Any]
@@ -36,8 +36,8 @@ _BUILTIN = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
     types.MethodWrapperType,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
+    OpOverload,
+    OpOverloadPacket,
 )
 
 
@@ -237,9 +237,9 @@ def _is_builtin(function: Any) -> bool:
     if isinstance(function, _BUILTIN) or function is _given:
         return True
     wrapped = getattr(function, "__wrapped__", None)
-    if getattr(function, "__module__", None) != torch._tensor.__name__ and wrapped is None:
+    if getattr(function, "__module__", None) != TENSOR_MODULE and wrapped is None:
         return False
-    own = getattr(getattr(function, "__code__", None), "co_filename", None) == torch._tensor.__file__
+    own = getattr(getattr(function, "__code__", None), "co_filename", None) == TENSOR_FILE
     return own and (isinstance(wrapped, _BUILTIN) or function.__name__.startswith("__"))
 
 

@@ -40,6 +40,7 @@ _STATELESS = frozenset(  # whose objects hold none of the user's state
     )
 )
 _LIBRARIES = _STATELESS | sys.stdlib_module_names | {"sympy"}
+_Cached: Any = type(functools.cache(lambda: None))
 _CONSTRUCTION = frozenset(("__init__", "__new__", "__post_init__"))
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
@@ -183,7 +184,7 @@ class Reachable:
                 self._todo += held(value)
             case _:
                 self._object(value)
-        if isinstance(value, functools._lru_cache_wrapper):
+        if isinstance(value, _Cached):
             self.caches[id(value)] = value
 
     def _function(self, function: types.FunctionType) -> None:
@@ -281,7 +282,7 @@ _HOLDS: dict[type, Callable[[Any], Iterable[Any]]] = {
     classmethod: lambda value: (value.__func__,),
     functools.partialmethod: lambda value: (value.func,),
     functools.cached_property: lambda value: (value.func,),
-    functools._lru_cache_wrapper: lambda value: (value.__wrapped__,),
+    _Cached: lambda value: (value.__wrapped__,),
     weakref.ReferenceType: lambda value: (value(),),
     contextvars.ContextVar: lambda value: (value.get(None),),
 }

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import (
     Graph,
@@ -31,6 +30,7 @@ from autopar.core.graph import (
 )
 from autopar.core.operator_facts import facts_of, is_repeatable
 from autopar.errors import TraceError
+from autopar.torch_seams import pytree
 from autopar.trace.forms.simplify import without_dead_code
 from autopar.trace.forms.sparse_products import PRODUCT
 from autopar.trace.rewrites.edge_operators import with_edge_operators

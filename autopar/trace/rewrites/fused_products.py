@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.simplify import without_dead_code
 from autopar.trace.forms.sparse_products import PRODUCT
 
@@ -151,7 +152,7 @@ class _Fusion:
 
     def emit(self, add: Operator, like: str, target: Any, *args: Any, shape: tuple[int, ...]) -> str:
         """Write an operator as a part of a sum, and return the name of its result."""
-        name = f"{add.name}_{target._schema.name.partition('::')[2]}_{len(self.written)}"
+        name = f"{add.name}_{schema_of(target).name.partition('::')[2]}_{len(self.written)}"
         self.specs[name] = replace(self.specs[like], shape=shape)
         self.written.append(replace(add, name=name, target=target, args=args, kwargs={}, results=(name,)))
         return name

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
 from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeatable
+from autopar.torch_seams import pytree
 from autopar.trace.forms.call_forms import arguments_of, called, is_view
 from autopar.trace.forms.simplify import without_dead_code
 

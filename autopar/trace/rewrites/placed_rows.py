@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autopar.core.graph import Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
 _EMPTY = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "amax": -math.inf, "amin": math.inf}
@@ -203,7 +204,7 @@ class RowPlacer:
         result = self.item.results[0]
         assert result is not None
         spec = self.specs[result]
-        name = f"{result}_{target._schema.name.partition('::')[2]}_{len(self.written)}"
+        name = f"{result}_{schema_of(target).name.partition('::')[2]}_{len(self.written)}"
         self.specs[name] = spec if requires_grad else replace(spec, requires_grad=False)
         made = replace(
             self.item, name=name, target=target, args=args, kwargs=kwargs, results=(name,), order=()

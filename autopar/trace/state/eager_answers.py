@@ -19,12 +19,10 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
-from torch.fx.experimental import proxy_tensor
 
-_QUESTIONS = ("is_compiling", "is_exporting")
-_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+from autopar.torch_seams.tracing import flags, questions
+
 _TRACERS = {"torch", "autopar", "builtins", "numpy", "sympy", *sys.stdlib_module_names}  # that see stand-ins
 _LIBRARIES = (("transformers.utils.import_utils", "is_fake_tensor"),)  # beside torch, who ask of tensors
 
@@ -42,8 +40,8 @@ class Answers:
         """Answers torch's own code by `flag`, everybody else as eager training would."""
 
         def is_traced() -> bool:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_name in _QUESTIONS:
+            frame, names = sys._getframe(1), [question.name for question in questions]
+            while frame.f_back is not None and frame.f_code.co_name in names:
                 frame = frame.f_back  # torch's older names of the question
             is_torchs = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
             self.asked |= not is_torchs
@@ -65,11 +63,10 @@ class Answers:
 def heard(answers: Answers) -> Iterator[None]:
     """Within, in a trace, user code hears these answers."""
     with ExitStack() as stack:
-        for name, flag in zip(_QUESTIONS, _FLAGS, strict=True):
-            own = answers.to_torch_alone(getattr(torch.compiler, flag))
-            stack.enter_context(patch.object(torch.compiler, name, own))
+        for question, flag in zip(questions, flags, strict=True):
+            stack.enter_context(question.replaced(answers.to_torch_alone(flag.now)))
             if answers.eager:  # who has imported the function reads the flag
-                stack.enter_context(patch.object(torch.compiler, flag, False))
+                stack.enter_context(flag.replaced(False))
         for library, name in _LIBRARIES:
             if (module := sys.modules.get(library)) is not None and hasattr(module, name):
                 stack.enter_context(patch.object(module, name, answers.of_tensors(getattr(module, name))))
@@ -130,10 +127,3 @@ def _types_asked() -> Iterator[None]:
     finally:
         for table in tables:
             table.pop("type", None)
-
-
-@contextmanager
-def modules_themselves() -> Iterator[None]:
-    """Within, modules under several names are traced as the objects that they are."""
-    with patch.object(proxy_tensor._ModuleStackTracer, "getattr", proxy_tensor.PythonKeyTracer.getattr):
-        yield

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.torch_seams import pytree
 from autopar.trace.call.call_signature import holds_tensors
 from autopar.trace.reads.inside import Inside, LeftInside
 from autopar.trace.reads.numbers import is_number

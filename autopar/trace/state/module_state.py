@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.core.operator_facts import is_random
 from autopar.errors import TraceError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.modules import own_buffers, own_tensors, unsaved_buffers
 from autopar.trace.reads.attribute_reads import Reads
 from autopar.trace.reads.inside import Inside
 from autopar.trace.reads.reachable_state import members
@@ -61,9 +62,9 @@ State = Mapping[str, StateEntry]  # by path
 def buffers_of(model: nn.Module) -> State:
     """All buffers, also those that are None."""
     return {
-        _path(path, name): StateEntry(module._buffers, name, value)
+        _path(path, name): StateEntry(own_buffers(module), name, value)
         for path, module in model.named_modules()
-        for name, value in module._buffers.items()
+        for name, value in own_buffers(module).items()
     }
 
 
@@ -231,9 +232,9 @@ class NewState:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (path, held, dict(held), module._non_persistent_buffers_set)
+            (path, held, dict(held), unsaved_buffers(module))
             for path, module in model.named_modules()
-            for held in (module._parameters, module._buffers)
+            for held in own_tensors(module)
         ]
 
     def check(self) -> list[LeftTensor]:
@@ -266,11 +267,7 @@ class NewState:
 
 def _unsaved(model: nn.Module) -> set[str]:
     """The buffers that no state dict has."""
-    return {
-        _path(path, name)
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
+    return {_path(path, name) for path, module in model.named_modules() for name in unsaved_buffers(module)}
 
 
 def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: set[str]) -> bool:

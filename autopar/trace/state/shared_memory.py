@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.errors import TraceError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.fakes import FakeTensor
+from autopar.torch_seams.modes import without_functions
 from autopar.trace.forward.torch_checks import ForwardError
 
 
@@ -162,7 +163,7 @@ class OthersLearn(TorchFunctionMode):
         return result
 
     def _is_anothers(self, tensor: Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return tensor.requires_grad and not isinstance(tensor, FakeTensor) and not self._known.has(tensor)
 
 

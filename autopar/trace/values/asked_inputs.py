@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.core.graph import GraphInput, InputKind, Operator
+from autopar.torch_seams.modes import without_functions
+from autopar.torch_seams.pytree import tree_leaves
 
 DRAWS = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -77,7 +78,7 @@ class AskedInputs(TorchFunctionMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._of[id(leaf)] = leaf, sources
-                with torch._C.DisableTorchFunction():
+                with without_functions():
                     numbers: list[Any] = [size for size in leaf.shape if isinstance(size, torch.SymInt)]
             else:
                 numbers = [leaf] if isinstance(leaf, _NUMBERS) else []

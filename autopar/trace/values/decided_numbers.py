@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from autopar.torch_seams import pytree
 
 ASKS = frozenset(["__bool__", "__float__", "__int__", "item", "tolist"])
 _WORDS = """

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.torch_seams import pytree
+from autopar.torch_seams.modes import without_functions, without_modes
 
 _ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -71,5 +72,5 @@ def _is_sparse(tensor: Tensor) -> bool:
 @contextmanager
 def outside() -> Iterator[None]:
     """Within, nothing is recorded, and tensors have values."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_modes(), without_functions(), torch.no_grad():
         yield

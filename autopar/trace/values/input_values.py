@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from autopar.torch_seams.modes import without_functions, without_modes
+from autopar.torch_seams.pytree import tree_leaves, tree_map, tree_map_only
+from autopar.torch_seams.tensors import version_of
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.forward.torch_checks import ForwardError
 from autopar.trace.reads.attribute_reads import Reads
@@ -166,7 +167,7 @@ class InputValues(TorchFunctionMode):
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether a tensor's value is known: of one that was written, or a view of which was, it isn't."""
         known = self._made.get(id(tensor))
-        return known is not None and known.version == tensor._version
+        return known is not None and known.version == version_of(tensor)
 
     def _make(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A tensor of numbers alone, whose values are known; of one that is like another, its shape is."""
@@ -186,7 +187,7 @@ class InputValues(TorchFunctionMode):
 
     def _answer(self, asked: ComputedValue, otherwise: Callable[[], Any]) -> Any:
         """The answer for the call; where random numbers decide, what happens `otherwise`."""
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.no_grad(), without_functions(), without_modes():
             state = torch.get_rng_state()
             answer = evaluate(asked, self._tensors, self._known)
             drew = not torch.equal(state, torch.get_rng_state())
@@ -217,7 +218,7 @@ class InputValues(TorchFunctionMode):
                         self._remember(item, replace(made, index=index))
 
     def _remember(self, tensor: Tensor, value: Input | ComputedValue) -> None:
-        self._made[id(tensor)] = _KnownTensor(tensor, value, tensor._version)
+        self._made[id(tensor)] = _KnownTensor(tensor, value, version_of(tensor))
 
     def _by_value(self, value: Any) -> Any:
         """The arguments with what is known of tensors, which have values also where devices have none."""

@@ -21,14 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.fakes import FakeTensor
+from autopar.torch_seams.modules import own_buffers
+from autopar.torch_seams.tensors import sparse_indices, sparse_values
 from autopar.trace.call.call_signature import Arguments, LossFunction, split_for_loss
 from autopar.trace.forms.sparse_products import PRODUCT, Entries, entries_of, product_call
 from autopar.trace.forward.refusals import sparse_refusal
@@ -371,7 +373,7 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor consists of: itself, or indices and values."""
     match tensor.layout:
         case torch.sparse_coo:
-            return tensor._indices(), tensor._values()
+            return sparse_indices(tensor), sparse_values(tensor)
         case torch.sparse_csr | torch.sparse_bsr:
             return tensor.crow_indices(), tensor.col_indices(), tensor.values()
         case torch.sparse_csc | torch.sparse_bsc:
@@ -386,7 +388,7 @@ def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     before: list[tuple[dict[str, Any], str, Any]] = []
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
-        held = model.get_submodule(owner)._buffers
+        held = own_buffers(model.get_submodule(owner))
         before.append((held, name, held[name]))
         held[name] = value
     try:

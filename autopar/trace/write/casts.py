@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Ref, map_refs, may_learn, refs
 from autopar.errors import cut_text
+from autopar.torch_seams import pytree
 from autopar.trace.forward.autocast import Casting, UncastError, casted
 from autopar.trace.forward.checkpoint_regions import region_of
 from autopar.trace.write.written_graph import WrittenGraph, refused

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import (
     Graph,
@@ -27,6 +26,8 @@ from autopar.core.graph import (
 )
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.schemas import HigherOrderOperator, OpOverload, schema_of
 from autopar.trace.backwards.custom_operator import CUSTOM, call_at
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.call.user_source import module_of, source_of
@@ -200,13 +201,13 @@ class GraphBuilder:
         target = node.target
         if target is operator.getitem:
             self.graph.env[node] = self.graph.value(node.args[0])[node.args[1]]
-        elif isinstance(target, torch._ops.HigherOrderOperator):
+        elif isinstance(target, HigherOrderOperator):
             self.inline(gm, node, grad=grad)
         elif self.kept.counts(node):
             pass
-        elif not isinstance(target, torch._ops.OpOverload):
+        elif not isinstance(target, OpOverload):
             raise refused(node, f"a call of {target}", "operators of torch on tensors", _BEFORE)
-        elif target._schema.name.split("::")[1] in _DROPPED:
+        elif schema_of(target).name.split("::")[1] in _DROPPED:
             self.graph.env[node] = None
         else:
             self.add_operator(node, ours(target), grad=grad)
@@ -405,7 +406,7 @@ class GraphBuilder:
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
-        names = [item.name for item in target._schema.arguments]
+        names = [item.name for item in schema_of(target).arguments]
         if dict(zip(names, args, strict=False), **kwargs).get("sparse") is not True:
             return
         if isinstance(args[0], Ref) and self.graph.specs[args[0].name].requires_grad:

@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.call_forms import functional
 from autopar.trace.write.written_graph import WrittenGraph, refused
 
@@ -64,11 +65,11 @@ class InPlaceWrites:
         Tensors that are `retyped` have another dtype here than in the exported graph.
         """
         writes = [
-            item.name for item in target._schema.arguments if item.alias_info and item.alias_info.is_write
+            item.name for item in schema_of(target).arguments if item.alias_info and item.alias_info.is_write
         ]
         if not writes:
             return None
-        first = target._schema.arguments[0].name
+        first = schema_of(target).arguments[0].name
         value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
         if not isinstance(value, Ref):
             raise refused(

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import is_random
 from autopar.errors import ValuesAskedError
 from autopar.sharding.equation import Kind
 from autopar.sharding.rule import Instance, Regroup, rule_of
+from autopar.torch_seams import pytree
+from autopar.torch_seams.schemas import OpOverload, schema_of
 from autopar.trace.forms.call_forms import arguments_of, called
 from autopar.trace.values.asked_inputs import inputs_behind
 from autopar.trace.write.written_graph import WrittenGraph, refused
@@ -84,7 +85,7 @@ class KeptRows:
 
     def counts(self, node: fx.Node) -> bool:
         """Whether a Python function takes the number of kept rows; its result is noted then."""
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             return False
         args = self._graph.value(node.args)
         given = [item for item in args if isinstance(item, NumberKept)]
@@ -134,7 +135,7 @@ class KeptRows:
             args = tuple(self._number(node, item) if isinstance(item, NumberKept) else item for item in args)
             return self._write(node, target, args, kwargs, node.meta["val"])
         others = numbers or any(isinstance(leaf, Places) for leaf in leaves)
-        if not kept or others or target._schema.is_mutable or is_random(target):
+        if not kept or others or schema_of(target).is_mutable or is_random(target):
             raise self.refused(node, str(target))
         if len({item.mask for item in kept}) > 1:
             raise self.refused(node, f"{target} of rows of two masks")
@@ -369,7 +370,7 @@ def _is_tensor(item: Any) -> bool:
 
 def _reduction(target: Any, given: dict[str, Any]) -> int:
     """How a loss is reduced; as if it weren't for what is none."""
-    schema = {item.name: item for item in target._schema.arguments}
+    schema = {item.name: item for item in schema_of(target).arguments}
     if "reduction" not in schema:
         return _NONE
     return int(given.get("reduction", schema["reduction"].default_value))

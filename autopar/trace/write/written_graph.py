@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.core.graph import GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError
+from autopar.torch_seams import pytree
+from autopar.torch_seams.schemas import schema_of
+from autopar.torch_seams.tensors import storage_key
 from autopar.trace.call.user_source import module_of, source_of
 from autopar.trace.forward.checkpoint_regions import region_of
 
@@ -53,7 +55,7 @@ class WrittenGraph:
 
     def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec, **kwargs: Any) -> str:
         """Write down an operator that `node` stands for beside its own; the name of its result."""
-        title, results = self.names_for(f"{node.name}_{target._schema.name.split('::')[1]}", None)
+        title, results = self.names_for(f"{node.name}_{schema_of(target).name.split('::')[1]}", None)
         self.specs[title], self.root[title] = spec, title
         self.operators.append(
             Operator(
@@ -100,7 +102,7 @@ class WrittenGraph:
         Schemas don't say so of all that may: `einsum`, `sum_to_size`, a dropout that is off. They say it of
         some that may copy: a `reshape` of a transposed tensor.
         """
-        schema, facts = operation.target._schema, facts_of(operation.target)
+        schema, facts = schema_of(operation.target), facts_of(operation.target)
         given = [(each, self.env.get(each)) for each in node.all_input_nodes]
         found = [(each, ref.name) for each, ref in given if isinstance(ref, Ref) and _share(each, value)]
         bases = [(each, base) for each, base in found if base in operation.operands]
@@ -131,7 +133,7 @@ def _share(node: fx.Node, value: Any) -> bool:
 def _memory(value: Any) -> int | None:
     """A number that tensors of the same memory share."""
     has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return int(value.untyped_storage()._cdata) if has_memory else None
+    return int(storage_key(value.untyped_storage())) if has_memory else None
 
 
 def _is_same(given: torch.Tensor, value: torch.Tensor) -> bool:

@@ -128,7 +128,7 @@ def _backward(order: dict[int, int], numbers: list[int]) -> list[str]:
 
 def test_backward_starts_what_came_next_in_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     order: dict[int, int] = {}
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    monkeypatch.setattr(regather, "graph_task", lambda: 7)
     assert _backward(order, [2, 1, 0]) == ["gather 2", "gather 1", "gather 0"]
     assert _backward(order, [2, 1, 0]) == ["gather 2", "start 1", "wait 1", "start 0", "wait 0"]
     assert _backward(order, [2, 0]) == ["gather 2", "start 1", "wait 1", "gather 0"]  # another way

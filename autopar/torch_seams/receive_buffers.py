@@ -8,19 +8,33 @@ What is here is all that knows how versions of torch differ in that.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.pipelining.stage import _RecvInfo
 
-from autopar.core.graph import TensorSpec
+from autopar.torch_seams.required import expect, required
+
+with required():
+    from torch.distributed.pipelining.stage import _RecvInfo
 
 MADE_AT_RECEIVES = hasattr(_RecvInfo, "allocate_buffer")
+expect(MADE_AT_RECEIVES or "buffer" in inspect.signature(_RecvInfo).parameters, "buffer of _RecvInfo")
 
 
-def prepare(receives: Sequence[Any], specs: Sequence[TensorSpec], device: torch.device) -> None:
+class Shaped(Protocol):
+    """The shape and dtype of what is received."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def prepare(receives: Sequence[Any], specs: Sequence[Shaped], device: torch.device) -> None:
     """Give each receive a buffer of the micro-batch's own shape."""
     for receive, spec in zip(receives, specs, strict=False):  # the first stage has arguments
         if not _takes_tensor(receive):

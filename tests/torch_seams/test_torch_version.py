@@ -11,8 +11,8 @@ import torch
 import autopar
 from autopar import integrations
 from autopar.cli import main
-from autopar.core.torch_version import ANY, RANGE, check_torch, is_tried
 from autopar.errors import InputError
+from autopar.torch_seams.torch_version import ANY, RANGE, check_torch, is_tried
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_no_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    monkeypatch.setattr("autopar.core.torch_version.sys.modules", {})
+    monkeypatch.setattr("autopar.torch_seams.torch_version.sys.modules", {})
     check_torch.cache_clear()
     with pytest.raises(InputError, match=f"found no torch, wanted {RANGE}; run pip install '{RANGE}'$"):
         check_torch()

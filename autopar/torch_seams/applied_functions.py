@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-_Single: Any = torch.autograd.function._SingleLevelFunction
-_Meta: Any = type(_Single)
-IS_PYTHON = isinstance(getattr(torch.autograd.Function.apply, "__func__", None), FunctionType)
+from autopar.torch_seams.autograd import FUNCTIONS_ARE_PYTHON, SingleLevelFunction, set_grad_enabled
+from autopar.torch_seams.modes import without_functions
+
+_Meta: Any = type(SingleLevelFunction)
 
 Instead = Callable[..., Any]  # of a Function and the arguments of its `apply`
 
@@ -29,8 +29,8 @@ Instead = Callable[..., Any]  # of a Function and the arguments of its `apply`
 @contextmanager
 def calling(instead: Instead) -> Iterator[None]:
     """Within, `instead` is called in the place of every `apply`; `plainly` is torch's own."""
-    if IS_PYTHON:
-        with patch.object(_Single, "apply", classmethod(instead), create=True):
+    if FUNCTIONS_ARE_PYTHON:
+        with patch.object(SingleLevelFunction, "apply", classmethod(instead), create=True):
             yield
     else:
         with patch.object(_Meta, "__getattribute__", _Asked(instead).read, create=True):
@@ -39,7 +39,7 @@ def calling(instead: Instead) -> Iterator[None]:
 
 def plainly(function: Any, *args: Any) -> Any:
     """The result of torch's own `apply`."""
-    return super(_Single, function).apply(*args)
+    return super(SingleLevelFunction, function).apply(*args)
 
 
 class _Asked:
@@ -61,7 +61,7 @@ class _Asked:
 
     def forward(self, function: Any, *args: Any) -> Any:
         """In the place of the forward that C calls; what gets no gradient gets none from C, either."""
-        context = args[0] if function.setup_context == _Single.setup_context else None
+        context = args[0] if function.setup_context == SingleLevelFunction.setup_context else None
         with _gradients(self.learns.pop(function, True)):
             results = self.instead(function, *(args if context is None else args[1:]))
         several = results if isinstance(results, tuple) else (results,)
@@ -83,8 +83,8 @@ def _gradients(enabled: bool) -> Iterator[None]:
 
 
 def _set_gradients(enabled: bool) -> None:
-    with torch._C.DisableTorchFunction():
-        torch._C._set_grad_enabled(enabled)
+    with without_functions():
+        set_grad_enabled(enabled)
 
 
 def _is_ours(variables: dict[str, Any]) -> bool:
