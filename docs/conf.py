@@ -19,7 +19,16 @@ from autopar.cli.commands import app as command_line
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = {  # of the site, each with its pages in the order of reading
-    "Using it": ("tutorial", "plans", "words", "training", "multi_node", "precision", "custom_operators"),
+    "Using it": (
+        "features",
+        "tutorial",
+        "plans",
+        "words",
+        "training",
+        "multi_node",
+        "precision",
+        "custom_operators",
+    ),
     "More of it": ("frameworks", "graphs", "clusters"),
     "Trusting it": ("proofs", "limits", "figures", "troubleshooting"),
     "Looking up": ("commands", "api"),
