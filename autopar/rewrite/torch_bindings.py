@@ -24,7 +24,7 @@ from autopar.torch_seams.modes import TorchDispatchMode
 from autopar.torch_seams.schemas import BINDINGS, COMPOSITE, overload_name, schema_of
 
 _ATEN = "torch.ops.aten."
-_NEVER_GIVEN = ("Dimname", "Optional[Dimname]", "List[Dimname]", "str")  # types of arguments
+_NAMED = ("Dimname", "Optional[Dimname]", "List[Dimname]", "str")  # types of arguments
 _NAMES: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
 
 
@@ -94,7 +94,7 @@ def _is_same(
 ) -> bool:
     """True if a binding reaches the operator, with the same arguments."""
     if _is_composed(operator):
-        is_taken = _is_only(operator) and _call(binding, args, kwargs) is not TypeError
+        is_taken = _is_only(operator, args, kwargs) and _call(binding, args, kwargs) is not TypeError
         return is_taken and not any(map(_has_name, _left_out(operator, args, kwargs)))
     wanted, got = _call(operator, args, kwargs), _call(binding, args, kwargs)
     return isinstance(wanted, tuple) and wanted[0] is operator and wanted == got
@@ -104,15 +104,22 @@ def _is_composed(operator: Any) -> bool:
     return bool(operator.has_kernel_for_dispatch_key(COMPOSITE))
 
 
-def _is_only(operator: Any) -> bool:
-    """True if no other overload returns its results anew and takes numbers and tensors alone."""
+def _is_only(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if every other overload writes its results into an argument, or takes none of these arguments."""
     packet = operator.overloadpacket
     others = [getattr(packet, name) for name in packet.overloads() if name != overload_name(operator)]
-    return all(
-        schema_of(other).is_mutable
-        or any(str(item.type) in _NEVER_GIVEN for item in schema_of(other).arguments)
-        for other in others
-    )
+    return all(schema_of(other).is_mutable or _is_refused(other, args, kwargs) for other in others)
+
+
+def _is_refused(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if an overload wants text, or names of dims, where a call gives something else or nothing."""
+    for place, item in enumerate(schema_of(operator).arguments):
+        if str(item.type) in _NAMED:
+            is_given = place < len(args) or item.name in kwargs
+            given = args[place] if place < len(args) else kwargs.get(item.name)
+            if not isinstance(given, str) if is_given else not item.has_default_value():
+                return True
+    return False
 
 
 class _First(TorchDispatchMode):

@@ -62,6 +62,9 @@ COMPOSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "selu": (ATEN.selu.default, (x(3, 4),)),
     "softmax": (ATEN.softmax.int, (x(3, 4), 1)),
     "softmax in float32": (ATEN.softmax.int, (x(3, 4), 1, torch.float32)),
+    "stft": (ATEN.stft.default, (x(3, 16), 8, None, None, x(8), False, True, True)),
+    "stft of complex numbers": (ATEN.stft.default, (x(3, 16) * 1j, 8)),
+    "stft of complex numbers, normalized": (ATEN.stft.default, (x(3, 16) * 1j, 8, 4, 8, None, True)),
     "tensordot": (ATEN.tensordot.default, (x(3, 4), x(4, 2), [1], [0])),
     "triplet_margin_loss": (ATEN.triplet_margin_loss.default, (x(3, 4), x(3, 4), x(3, 4))),
     "where": (ATEN.where.self, (x(3, 4) > 0, x(3, 4), x(3, 4))),
@@ -105,6 +108,9 @@ def test_the_program_gives_what_the_operator_gives(name: str) -> None:
         ("mean.dim", "_, [1], True", f"{FUNCTIONS}.mean"),
         ("cross_entropy_loss.default", "_, _", None),  # the binding's default is another reduction
         ("cross_entropy_loss.default", "_, _, None, 1, -100", "torch._C._nn.cross_entropy_loss"),
+        ("conv2d.default", "_, _, None, [1, 1], [0, 0], [1, 1], 1", f"{FUNCTIONS}.conv2d"),
+        ("stft.default", "_, 8", None),  # the binding's first choice is the overload that centers
+        ("softmax.int", "_, 1", f"{FUNCTIONS}.softmax"),
         ("slice.Tensor", "_, 1, 0, 4", None),  # has no binding
         ("full.default", "[2], 1", None),  # a mode may change it
         ("index.Tensor", "_, [None, _]", None),
