@@ -54,7 +54,7 @@ class Recomputed(nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         """The tuple that `body` returns."""
         if not torch.is_grad_enabled():
-            return self.body(*tensors)
+            return self.body.forward(*tensors)
 
         buffers, count = {place: tensors[place] for place in self.mutated}, len(tensors)
         state = self.body.__dict__
@@ -67,7 +67,7 @@ class Recomputed(nn.Module):
             begun.append(list(copies.values()))
             rest = iter(arguments)
             values = [copies[place] if place in copies else next(rest) for place in range(count)]
-            return list(self.body(*values)), list(copies.values())
+            return list(self.body.forward(*values)), list(copies.values())
 
         arguments = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
         try:

@@ -45,9 +45,10 @@ def is_regather(target: Any) -> bool:
 
 
 def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
-    """`program` with autograd keeping less of what it saves; itself if there is nothing to free. Of gathered
-    weights it keeps shards, offloaded tensors in host memory, and all of it, if backward is split, in boxes
-    that are emptied `between` the halves."""
+    """A function that runs `program`, with autograd keeping less of what it saves where there is something to
+    free. Of gathered weights it keeps shards, offloaded tensors in host memory, and all of it, if backward is
+    split, in boxes that are emptied `between` the halves. torch.fx's own `__call__` is left out: it prints
+    what raises, and takes its traceback away."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     regathers = any(is_regather(node.target) for graph in graphs for node in graph.nodes)
     offloads = moves(program.graph)
@@ -56,14 +57,15 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
         for node in program.graph.nodes
     )
     order = dict[int, int]() if early else None
-    if not regathers and not offloads and between is None:
-        return program
 
     def run(*tensors: Tensor) -> Any:
-        with _freeing(between, offloads=offloads, order=order):
-            return program(*tensors)
+        return program.forward(*tensors)  # which is another function once code is written anew
 
-    return run
+    def run_freeing(*tensors: Tensor) -> Any:
+        with _freeing(between, offloads=offloads, order=order):
+            return program.forward(*tensors)
+
+    return run_freeing if regathers or offloads or between is not None else run
 
 
 def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]) -> None:
