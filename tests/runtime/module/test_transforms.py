@@ -83,7 +83,7 @@ def _compiled_by_torch() -> tuple[list[float], list[str]]:
 def test_torch_compile_compiles_the_programs_of_a_parallel_module(pools: Pools) -> None:
     ((losses, kinds),) = pools(1).run(_compiled_by_torch)
     assert losses == [pytest.approx(losses[0])] * 3
-    assert kinds == ["ParallelProgram", "_Timed", "_Timed"]
+    assert kinds == ["function", "_Timed", "_Timed"]
 
 
 def _options_refused() -> None:
