@@ -95,9 +95,8 @@ class Compiler(Planner):
         rank, device = dist.get_rank(), self.device()
         if plan is None:
             require_known()
-            with drawing_apart(
-                device
-            ):  # who measures draws, and what the user draws next is alike on all ranks
+            # Who measures draws; what the user draws next is alike on all ranks.
+            with drawing_apart(device):
                 plan = resized(traced.graph, known, self.cluster, request) or self.agree(traced, request)
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)

@@ -14,6 +14,9 @@ from autopar.errors import CostMissingError
 from autopar.runtime.sparse_kernel import SPMM, example
 
 Make = Callable[[TensorSpec], torch.Tensor]
+NO_DERIVATIVE = (
+    "torch::autograd::NotImplemented"  # the node of an operator that has none, which raises in backward
+)
 
 
 def specs(call: Call) -> tuple[TensorSpec, ...]:
@@ -105,6 +108,13 @@ def tensors(tree: Any) -> Iterator[torch.Tensor | None]:
     """The results of a call in order, None for each that is no tensor."""
     for leaf in _leaves(tree):
         yield leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def differentiable(results: Any) -> tuple[torch.Tensor, ...]:
+    """The results of a call that backward begins at: of some operators torch has no derivative, and a model
+    goes on without one."""
+    found = (item for item in tensors(results) if item is not None and item.requires_grad)
+    return tuple(item for item in found if item.grad_fn is None or item.grad_fn.name() != NO_DERIVATIVE)
 
 
 @contextmanager

@@ -95,11 +95,11 @@ class _Subject:
             self.args, self.kwargs, self.inputs = operands.fill(call, device, make)
             self.found = observe(self.forward, self.inputs)
             self.wanted = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
-            self.seeds = tuple(torch.ones_like(result) for result in _differentiable(self.forward()))
+            self.seeds = tuple(torch.ones_like(result) for result in operands.differentiable(self.forward()))
             self.trains = bool(self.wanted and self.seeds)
             start = moment(device)
             if call.target is FUSED or device.type == "cpu":  # compiles, or refuses, before anything is timed
-                self.backward(_differentiable(self.forward()))
+                self.backward(operands.differentiable(self.forward()))
             self.first_seconds = between(start, moment(device)) if device.type == "cpu" else 0.0
         self.arriving = _arriving(call, self.inputs)
         self.results: Any = None
@@ -135,7 +135,7 @@ class _Subject:
             start = mark()
             results = self.forward()
             middle = mark()
-            gradients = self.backward(_differentiable(results))
+            gradients = self.backward(operands.differentiable(results))
             end = mark()
         del results, gradients
         return start, middle, end
@@ -152,7 +152,7 @@ class _Subject:
 
     def arrive_back(self) -> None:
         """Write the results' gradients."""
-        self.roots = _differentiable(self.results)
+        self.roots = operands.differentiable(self.results)
         _write(self.seeds if self.trains else ())
 
     def backward_pass(self) -> None:
@@ -171,7 +171,7 @@ class _Subject:
         if self.device.type != "cuda":
             return None
         results, forward = _scratch(self.forward, self.device)
-        gradients, backward = _scratch(lambda: self.backward(_differentiable(results)), self.device)
+        gradients, backward = _scratch(lambda: self.backward(operands.differentiable(results)), self.device)
         return max(forward, backward)
 
 
@@ -193,8 +193,3 @@ def _scratch(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
     results = run()
     kept = max(before, torch.cuda.memory_allocated(device))
     return results, torch.cuda.max_memory_allocated(device) - kept
-
-
-def _differentiable(results: Any) -> tuple[torch.Tensor, ...]:
-    found = operands.tensors(results)
-    return tuple(tensor for tensor in found if tensor is not None and tensor.requires_grad)

@@ -160,7 +160,8 @@ def _seen(run: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> History:
         forward = _NewBytes(item.untyped_storage() for item in inputs)
         with forward:
             results = [item for item in operands.tensors(run()) if item is not None]
-        roots = [place for place, item in enumerate(results) if item.requires_grad]
+        begins = set(map(id, operands.differentiable(results)))
+        roots = [place for place, item in enumerate(results) if id(item) in begins]
         learning = [item for item in inputs if item.requires_grad]
         if not roots or not learning:
             return History(tuple(forward.events), (), (None,) * len(inputs))

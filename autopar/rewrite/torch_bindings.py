@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def _form(call: ast.Call) -> str:
 @functools.cache
 def _binding(target: str, form: str) -> str | None:
     """The binding that means the operator `target` for arguments of this form; None if none is known to."""
-    if "_" not in form:
+    if not re.search(r"\b_\b", form):
         return None  # without tensors a user's mode, as of torch.set_default_device, changes what it makes
     packet, _, overload = target.removeprefix(_ATEN).partition(".")
     try:

@@ -9,10 +9,7 @@ from importlib import metadata
 
 from autopar.errors import InputError
 
-FIRST, END = (
-    (2, 13),
-    (2, 16),
-)  # the first version that was tried, and the first that wasn't
+FIRST, END = (2, 13), (2, 16)  # the first version that was tried, and the first that wasn't
 ANY = "AUTOPAR_ANY_TORCH"  # set in the environment to try another one
 RANGE = "torch>={}.{},<{}.{}".format(*FIRST, *END)
 

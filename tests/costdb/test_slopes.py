@@ -30,6 +30,7 @@ CASES = {
     "add": (call(ATEN.add.Tensor, x(4, 8), x(4, 8)), Passes(N, 0, (Slope(0, 0), Slope(0, 0)))),
     "view": (call(ATEN.view.default, x(4, 8), [8, 4]), Passes(0, 0, (Slope(0, 0),))),
     "relu": (call(ATEN.relu.default, x(4, 8)), Passes(N, N, (Slope(N),))),
+    "without a derivative": (call(ATEN.floor_divide.default, x(4, 8), 2.0), Passes(N, 0, (None,))),
     "sum": (call(ATEN.sum.default, x(4, 8)), Passes(4, 0, (Slope(0, 0),))),
     # both gradients are products of x, the weight and the result's gradient
     "linear": (

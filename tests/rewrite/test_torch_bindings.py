@@ -113,6 +113,7 @@ def test_the_program_gives_what_the_operator_gives(name: str) -> None:
         ("softmax.int", "_, 1", f"{FUNCTIONS}.softmax"),
         ("slice.Tensor", "_, 1, 0, 4", None),  # has no binding
         ("full.default", "[2], 1", None),  # a mode may change it
+        ("full.default", "[2], 1, pin_memory=False", None),
         ("index.Tensor", "_, [None, _]", None),
     ],
 )
