@@ -39,10 +39,10 @@ with required():
     """The hooks that pack and unpack what is saved; True: also where they are ignored by a trace."""
 
     pop_saved_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-    """Take the top ones away."""
+    """Take the top hooks of what is saved away."""
 
     push_saved_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
-    """Put such hooks on top."""
+    """Put hooks of what is saved on top."""
 
     run_backward = Replaceable(torch.autograd, "_engine_run_backward")
     """The one way from Python into the engine."""

@@ -15,13 +15,13 @@ with required():
     """Makes the state dict of a model, when it is known what was asked for."""
 
     model_loaded = Replaceable(by_names, "_load_model_state_dict")
-    """Loads one."""
+    """Loads a state dict into a model."""
 
     optimizers_saved = Replaceable(by_names, "_get_optim_state_dict")
-    """Makes that of a model's optimizers."""
+    """Makes the state dict of a model's optimizers."""
 
     optimizers_loaded = Replaceable(by_names, "_load_optim_state_dict")
-    """Loads one."""
+    """Loads a state dict into a model's optimizers."""
 
     init_state: Callable[[Any], None] = by_names._init_optim_state
     """Let a new optimizer make its state, by a step that changes nothing."""

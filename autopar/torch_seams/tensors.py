@@ -39,7 +39,7 @@ TENSOR_FILE: str = torch._tensor.__file__
 """The file of the methods of tensors that are written in Python."""
 
 TENSOR_MODULE: str = torch._tensor.__name__
-"""The module of these."""
+"""The module of the methods of tensors that are written in Python."""
 
 TENSOR_HOOKS = {
     "_backward_hooks": "gradient hook",
