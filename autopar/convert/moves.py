@@ -16,19 +16,21 @@
 | B -> P      | keep on one    | keep on one    | free                                       |
 | S(i)->S(j)  | all-to-all     | all-to-all     | Ulysses; batch <-> domain                  |
 
-**Several axes.** Two axes may shard one dim, the major one first. A move on an axis is legal only
-if no axis minor to it shards the atom that it splits or joins; otherwise the part would not be
-one block of rows.
+**Several axes.** P -> R, R -> B and P -> B on several axes at once are one sum over their joint group, which
+takes less than one sum after the other. Two axes may shard one dim, the major one first. A move on an axis is
+legal only if no axis minor to it shards the atom that it splits or joins; otherwise the part would not be one
+block of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from autopar.core.move import Move
-from autopar.core.placement import B, Broadcast, Layout, Partial, Placement, R, Replicate, Shard
+from autopar.core.placement import B, Broadcast, Layout, P, Partial, Placement, R, Replicate, Shard
 
 
 class MoveAction(Enum):
@@ -70,6 +72,7 @@ _TABLE: dict[tuple[type, type], MoveEffect] = {
 }
 
 
+_JOINT = {(Partial, Replicate), (Replicate, Broadcast), (Partial, Broadcast)}
 EFFECTS = {each.name: each for each in _TABLE.values()}
 
 
@@ -93,6 +96,11 @@ def sums_gradients(move: Move) -> bool:
     return effect(move).name in ("r_to_b", "s_to_b")
 
 
+def may_join(source: Placement, target: Placement) -> bool:
+    """Whether the same change on several axes can be one move: a sum of values or of gradients."""
+    return (type(source), type(target)) in _JOINT
+
+
 def exists(source: Placement, target: Placement) -> bool:
     """Whether the table has a row for this change of placement."""
     if isinstance(source, Shard) and isinstance(target, Shard):
@@ -114,6 +122,23 @@ def moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iter
                 move = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
                 if legal(move):
                     yield move
+    yield from _joint_moves(layout, placements)
+
+
+def _joint_moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iterator[Move]:
+    """The sums over several axes at once."""
+    for source, target in ((P, R), (R, B), (P, B)):
+        able = [axis for axis, each in enumerate(layout) if each == source and target in placements[axis]]
+        for axes in several_of(able):
+            after = tuple(target if axis in axes else each for axis, each in enumerate(layout))
+            yield Move(axes[0], layout, after)
+
+
+def several_of(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Each choice of at least two of some axes."""
+    return itertools.chain.from_iterable(
+        itertools.combinations(axes, count) for count in range(2, len(axes) + 1)
+    )
 
 
 def canonical(layout: Layout, *, differentiable: bool) -> Layout:

@@ -1,7 +1,7 @@
 """All moves between the layouts of interest of one tensor, as arrays: what its flows may take.
 
     placements   axis 0: R P B S(0)    axis 1: R P B S(0) S(1)        20 layouts, numbered row by row
-    a move       from one number to another that differs in one digit
+    a move       from one number to another that differs in one digit, or alike in several: a joint sum
 
 Without names (`alike`) layouts are multisets of placements on axes that are alike, so a move stands for
 all that some naming allows, and only the numbers of layouts in one fixed order are used.
@@ -10,7 +10,7 @@ all that some naming allows, and only the numbers of layouts in one fixed order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.moves import MoveAction, MoveEffect, effect_of, exists
+from autopar.convert.moves import MoveAction, MoveEffect, effect_of, exists, may_join, several_of
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 
@@ -33,9 +33,9 @@ MOST_ASKED = 64  # answers about the moves of one, whatever they take
 
 @dataclass(frozen=True, slots=True)
 class PlacementChange:
-    """A change of placement on an axis."""
+    """A change of placement on an axis, or the same on several."""
 
-    axis: int
+    axes: tuple[int, ...]
     source: Placement
     target: Placement
 
@@ -202,15 +202,33 @@ class _Builder:
         own = tuple(layouts[index] for index in kept)
         found = []
         for axis in self.axes:
-            for old, new in itertools.permutations(range(self.sizes[axis]), 2):
-                change = PlacementChange(axis, self.placements[axis][old], self.placements[axis][new])
-                if not exists(change.source, change.target):
-                    continue
-                begin = kept[self.digits[axis, kept] == old]
-                begin = begin[~self.blocked(begin, change)]
-                end = number[ordered[begin + (new - old) * self.stride(axis)]]
-                found.append((change, number[begin[end >= 0]], end[end >= 0]))
+            for source, target in itertools.permutations(self.placements[axis], 2):
+                if exists(source, target):
+                    change = PlacementChange((axis,), source, target)
+                    found.append((change, *self.ends(change, kept, ordered, number)))
+        for change in self.joint():
+            found.append((change, *self.ends(change, kept, ordered, number)))
         return self.unpriced(own, kept, tuple(found))
+
+    def joint(self) -> Iterator[PlacementChange]:
+        """The sums over several axes."""
+        for source, target in itertools.permutations(_placed(self.placements), 2):
+            if may_join(source, target):
+                able = [axis for axis in self.axes if {source, target} <= set(self.placements[axis])]
+                yield from (PlacementChange(axes, source, target) for axes in several_of(able))
+
+    def ends(
+        self, change: PlacementChange, kept: Numbers, ordered: Numbers, number: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """The layouts from which a change is made, and those to which it leads."""
+        begin, shift = kept, 0
+        for axis in change.axes:
+            old, new = map(self.placements[axis].index, (change.source, change.target))
+            begin = begin[self.digits[axis, begin] == old]
+            shift += (new - old) * self.stride(axis)
+        begin = begin[~self.blocked(begin, change)]
+        end = number[ordered[begin + shift]]
+        return number[begin[end >= 0]], end[end >= 0]
 
     def unpriced(
         self,
@@ -228,18 +246,18 @@ class _Builder:
         def of(ask: Callable[[PlacementChange], Any]) -> NDArray[Any]:
             return np.repeat([ask(change) for change, _, _ in steps], lengths)[first]
 
-        kinds: dict[tuple[str, int], tuple[int, PlacementChange]] = {}
+        kinds: dict[tuple[str, tuple[int, ...]], tuple[int, PlacementChange]] = {}
         for change, _, _ in steps:
-            kinds.setdefault((change.effect.name, change.axis), (len(kinds), change))
+            kinds.setdefault((change.effect.name, change.axes), (len(kinds), change))
         return UnpricedNetwork(
             layouts,
             numbers,
             {layout: index for index, layout in enumerate(layouts)},
             tuple(change for _, change in kinds.values()),
-            of(lambda change: kinds[change.effect.name, change.axis][0]),
+            of(lambda change: kinds[change.effect.name, change.axes][0]),
             source[first],
             target[first],
-            of(lambda change: change.axis),
+            of(lambda change: change.axes[0]),
             of(lambda change: isinstance(change.target, Shard)),
             of(lambda change: isinstance(change.source, Partial)),
             of(lambda change: change.effect.name == "r_to_b"),
@@ -266,7 +284,7 @@ class _Builder:
         """Whether a change splits or joins an atom that a minor axis shards. Axes that are alike are called
         by any name."""
         found = np.zeros(len(numbers), dtype=np.bool_)
-        own = self.group.get(change.axis, (change.axis,))
+        own = self.group.get(change.axes[0], change.axes)
         for shard in {change.source, change.target}:
             if not isinstance(shard, Shard):
                 continue
@@ -281,6 +299,11 @@ class _Builder:
                 # Some of them must be minor, even if as many as can be are called major.
                 found |= sharding > sum(axis < max(own) for axis in axes)
         return found
+
+
+def _placed(placements: Placements) -> list[Placement]:
+    """The placements of interest on any axis."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(placements)))
 
 
 def _leaving(source: Numbers, count: int) -> tuple[list[int], ...]:

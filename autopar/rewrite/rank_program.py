@@ -191,7 +191,7 @@ class _RankWriter:
         regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
         operator = effect(move).name + self.summing(name, move) + REGATHER * regather
         target = getattr(torch.ops.autopar, operator).default
-        key = self.dims.mesh.key((move.axis,))
+        key = self.dims.mesh.key(move.axes)
         args: list[object] = [source, key]
         before, after = move.placements
         for placement, layout in ((before, move.source), (after, move.target)):

@@ -177,11 +177,11 @@ def by_elements(mesh: Mesh) -> Price:
     """A price of moves by the share of a tensor that a rank sends for them, and for those of gradients."""
 
     def price(move: Move) -> float:
-        size = mesh.shape[move.axis]
+        size = math.prod(mesh.shape[axis] for axis in move.axes)
         parts = math.prod(
             mesh.shape[axis]
             for axis, at in enumerate(move.source)
-            if isinstance(at, Shard) and axis != move.axis
+            if isinstance(at, Shard) and axis not in move.axes
         )
         name = "_to_".join(type(at).__name__[0].lower() for at in move.placements)
         return (sent(name, size, 1) + sent(BACK[name], size, 1)) / parts + 1e-6

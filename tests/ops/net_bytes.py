@@ -94,12 +94,14 @@ def weights(mesh: Mesh, ways: Sequence[Way], width: int) -> float:
         linear = way.linear.split()
         split = math.prod(size for size, factor in zip(mesh.shape, linear, strict=True) if factor == "i")
         rows = math.prod(size for size, at in zip(mesh.shape, way.before, strict=True) if at == S0)
+        sums = 1
         for size, factor in zip(mesh.shape, linear, strict=True):
-            share = (size - 1) / size
             if factor == "i":
-                total += 2 * N * width / rows * share
-            else:  # W is split, its bias is not
-                total += 2 * (width * width / split + width) * share
+                total += 2 * N * width / rows * (size - 1) / size
+            else:
+                sums *= size
+        # Over all axes at once; W is split, its bias is not.
+        total += 2 * (width * width / split + width) * (sums - 1) / sums
     return total
 
 

@@ -146,15 +146,15 @@ def test_a_deep_or_three_dimensional_plan_has_a_small_gap(
 
 
 def test_equal_blocks_are_unlike_where_that_makes_the_step_clearly_shorter() -> None:
-    """Some weights lie in shards, the others' sums hide behind backward: 4 % faster than one or the other."""
+    """Some layers split weights, the sums of the others hide behind backward: faster than one or the other."""
     with torch.device("meta"):
-        layers = [item for _ in range(30) for item in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
-        model, x = torch.nn.Sequential(*layers, torch.nn.Flatten(0)), torch.zeros(4096, 1024)
+        layers = [item for _ in range(30) for item in (torch.nn.Linear(4096, 4096), torch.nn.ReLU())]
+        model, x = torch.nn.Sequential(*layers, torch.nn.Flatten(0)), torch.zeros(4096, 4096)
     cluster = ClusterSpec(devices_per_node=8, device="h100", intra=Link(5e-6, 150e9))
-    plan = autopar.plan(model, cluster, x, mesh="2x4", force="batch", stages=1, micro_batches=1)
+    plan = autopar.plan(model, cluster, x, mesh="8", stages=1, micro_batches=1)
     stored = Counter(layout for name, layout in plan.program.inputs.items() if "weight" in name)
     assert len(stored) == 2 and min(stored.values()) >= 5
-    assert plan.gap <= 0.02
+    assert plan.gap <= 0.06
 
 
 class Spare(torch.nn.Module):

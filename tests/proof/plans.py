@@ -87,11 +87,11 @@ def draw_program(random: Random, graph: Graph, dims: Dims, *, whole_outputs: boo
 
 def draw_price(random: Random) -> Price:
     """A rate for each kind of move and axis, drawn when it is first met."""
-    rates: dict[tuple[str, int], float] = {}
+    rates: dict[tuple[str, tuple[int, ...]], float] = {}
 
     def price(move: Move) -> float:
         name = effect(move).name
-        return rates.setdefault((name, move.axis), random.choice(COSTLY if name == "p_to_b" else RATES))
+        return rates.setdefault((name, move.axes), random.choice(COSTLY if name == "p_to_b" else RATES))
 
     return price
 
@@ -391,7 +391,7 @@ def rows(graph: Graph, program: Program, dims: Dims) -> set[str]:
     """Rows of the move table that the program takes, on axes where they do something."""
     found = set()
     for moves in program.moves.values():
-        real = [move for move in moves if dims.mesh.shape[move.axis] > 1]
+        real = [move for move in moves if any(dims.mesh.shape[axis] > 1 for axis in move.axes)]
         found |= {effect(move).name for move in real}
         into = {(move.axis, move.target) for move in real if effect(move).name == "p_to_r"}
         if any((move.axis, move.source) in into for move in real if effect(move).name == "r_to_b"):

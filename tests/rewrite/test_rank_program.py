@@ -69,30 +69,24 @@ def test_a_convolution_chain_by_batch_and_domain() -> None:
     assert_expected_inline(
         text(rewrite(graph, program, dims, rank=1)),
         """\
-    r_to_b_default = autopar.r_to_b(conv1_weight, 'a@2x2')
-    r_to_b_default_1 = autopar.r_to_b(r_to_b_default, 'b@2x2')
-    convolution_default = autopar.convolution(input_0, r_to_b_default_1, None, 'b@2x2', [0, 5, 10],
+    r_to_b_default = autopar.r_to_b(conv1_weight, 'ab@2x2')
+    convolution_default = autopar.convolution(input_0, r_to_b_default, None, 'b@2x2', [0, 5, 10],
         [-1, 4], [6, 11], 2, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     add_tensor = aten.add(norm1_num_batches_tracked, 1)
-    r_to_b_default_2 = autopar.r_to_b(norm1_weight, 'a@2x2')
-    r_to_b_default_3 = autopar.r_to_b(r_to_b_default_2, 'b@2x2')
-    r_to_b_default_4 = autopar.r_to_b(norm1_bias, 'a@2x2')
-    r_to_b_default_5 = autopar.r_to_b(r_to_b_default_4, 'b@2x2')
-    batch_norm_default = autopar.batch_norm(convolution_default, r_to_b_default_3, r_to_b_default_5,
+    r_to_b_default_1 = autopar.r_to_b(norm1_weight, 'ab@2x2')
+    r_to_b_default_2 = autopar.r_to_b(norm1_bias, 'ab@2x2')
+    batch_norm_default = autopar.batch_norm(convolution_default, r_to_b_default_1, r_to_b_default_2,
         norm1_running_mean, norm1_running_var, 'ab@2x2', 240, 0.1, 1e-05)
     relu_default = aten.relu(batch_norm_default)
-    r_to_b_default_6 = autopar.r_to_b(conv2_weight, 'a@2x2')
-    r_to_b_default_7 = autopar.r_to_b(r_to_b_default_6, 'b@2x2')
+    r_to_b_default_3 = autopar.r_to_b(conv2_weight, 'ab@2x2')
     exchange_default = autopar.exchange(relu_default, 'b@2x2', 2, 1, [0, 5, 10], [-1, 5], [6, 10],
         0.0)
-    conv2d_default = aten.conv2d(exchange_default, r_to_b_default_7, None, [2, 2], [0, 1], [1, 1],
+    conv2d_default = aten.conv2d(exchange_default, r_to_b_default_3, None, [2, 2], [0, 1], [1, 1],
         1)
     add_tensor_1 = aten.add(norm2_num_batches_tracked, 1)
-    r_to_b_default_8 = autopar.r_to_b(norm2_weight, 'a@2x2')
-    r_to_b_default_9 = autopar.r_to_b(r_to_b_default_8, 'b@2x2')
-    r_to_b_default_10 = autopar.r_to_b(norm2_bias, 'a@2x2')
-    r_to_b_default_11 = autopar.r_to_b(r_to_b_default_10, 'b@2x2')
-    batch_norm_default_1 = autopar.batch_norm(conv2d_default, r_to_b_default_9, r_to_b_default_11,
+    r_to_b_default_4 = autopar.r_to_b(norm2_weight, 'ab@2x2')
+    r_to_b_default_5 = autopar.r_to_b(norm2_bias, 'ab@2x2')
+    batch_norm_default_1 = autopar.batch_norm(conv2d_default, r_to_b_default_4, r_to_b_default_5,
         norm2_running_mean, norm2_running_var, 'ab@2x2', 60, 0.1, 1e-05)
     relu_default_1 = aten.relu(batch_norm_default_1)
     s_to_r_default = autopar.s_to_r(relu_default_1, 'a@2x2', 0, 1, [2, 2])

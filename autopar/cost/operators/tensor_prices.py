@@ -134,9 +134,9 @@ class TensorPrices:
     def move_parts(self, name: str, move: Move) -> tuple[float, float]:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
-        change, weight = PlacementChange(move.axis, *move.placements), name in self._parameters
+        weight = name in self._parameters
         return self._change(
-            change,
+            PlacementChange(move.axes, *move.placements),
             nbytes,
             requires_grad=self._requires_grad(name),
             weight=weight,
@@ -166,15 +166,16 @@ class TensorPrices:
         of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
         what = change.effect
         wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        key = what.name, self._axis_alike(change.axis), nbytes, requires_grad, weight, wide, parts
+        axes = self._axes_alike(change.axes)
+        key = what.name, axes, nbytes, requires_grad, weight, wide, parts
         if key not in self._moves:
-            full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
+            full = nbytes * (self.dims.mesh.shape[axes[0]] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is MoveAction.ALL_GATHER else 0.0
-            back = (
-                fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
-            )
+            back = 0.0
+            if requires_grad:
+                back = fresh + self._action(what.backward, round(wide * full), axes)
             back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
-            ahead = fresh + self._action(what.forward, full, change.axis)
+            ahead = fresh + self._action(what.forward, full, axes)
             if parts:
                 ahead += self._apart(what.forward, nbytes)
                 back += self._apart(what.backward, nbytes) if requires_grad else 0.0
@@ -243,7 +244,7 @@ class TensorPrices:
         larger = np.maximum(codes[unpriced.source], codes[unpriced.target])
         first: dict[object, int] = {}  # the first kind of those that cost the same
         alike = [
-            first.setdefault((change.effect.name, self._axis_alike(change.axis)), kind)
+            first.setdefault((change.effect.name, self._axes_alike(change.axes)), kind)
             for kind, change in enumerate(unpriced.kinds)
         ]
         kinds = np.array(alike, dtype=np.intp)[unpriced.kind]
@@ -267,32 +268,34 @@ class TensorPrices:
             change, nbytes, requires_grad=requires_grad, weight=weight, wide=wide, parts=parts
         )
         whole = ahead + back
-        if weight and change.effect.name == "r_to_b":
-            whole = self._in_buckets(whole, nbytes, change.axis, wide)
+        if weight and requires_grad and change.effect.name == "r_to_b":
+            whole = self._in_buckets(nbytes, change.axes, wide)
         return whole, ahead
 
-    def _axis_alike(self, axis: int) -> int:
-        """The first axis of as many devices on the same links: exchanges on both cost the same."""
+    def _axes_alike(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """For an axis the first one of as many devices on the same links: exchanges on both cost the same."""
+        if len(axes) > 1:
+            return axes
         if not self._axes:
             mesh, first = self.dims.mesh, dict[object, int]()
             for each in mesh.axes:
                 sign = mesh.shape[each], self.cluster.link(mesh, each), self.cluster.nodes_of(mesh, (each,))
                 self._axes[each] = first.setdefault(sign, each)
-        return self._axes[axis]
+        return (self._axes[axes[0]],)
 
-    def _action(self, action: MoveAction, nbytes: int, axis: int) -> float:
+    def _action(self, action: MoveAction, nbytes: int, axes: tuple[int, ...]) -> float:
         match action:
             case MoveAction.NOTHING:
                 return 0.0
             case MoveAction.SLICE:  # only the part is read and written
-                part = math.ceil(nbytes / self.dims.mesh.shape[axis])
+                part = math.ceil(nbytes / self.dims.mesh.shape[axes[0]])
                 return self._copy(part) + self._host(LOCAL_MOVE_LAUNCHES)
             case MoveAction.COPY:
                 return self._copy(nbytes) + self._host(LOCAL_MOVE_LAUNCHES)
             case MoveAction.ALL_REDUCE:  # of a copy: others may read the terms
-                return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
+                return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, axes)
             case _:
-                return self._collective(_COLLECTIVE[action], nbytes, (axis,))
+                return self._collective(_COLLECTIVE[action], nbytes, axes)
 
     def _fresh(self, nbytes: int) -> float:
         """Seconds to touch fresh pages of a weight that has no memory of its own; 0 on a GPU.
@@ -316,7 +319,8 @@ class TensorPrices:
         key = tuple(axes)
         if key not in self._links:
             mesh = self.dims.mesh
-            self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
+            slowest = max(axes, key=lambda axis: self.cluster.nodes_of(mesh, (axis,)))
+            self._links[key] = self.cluster.link(mesh, slowest), self.cluster.nodes_of(mesh, key)
         link, nodes = self._links[key]
         # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
@@ -338,23 +342,25 @@ class TensorPrices:
     def gradient_sync(self, name: str, move: Move) -> float:
         """Seconds of a weight's conversion: its all-reduce is that of a bucket, or of a gradient where it
         lies."""
-        seconds = self.move(name, move)
         if effect(move).name != "r_to_b":
-            return seconds
-        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis, self.widening(name))
-
-    def _in_buckets(self, seconds: float, nbytes: int, axis: int, wide: float) -> float:
-        """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`; summed are `wide`
-        times its bytes."""
-        if seconds == 0.0:
+            return self.move(name, move)
+        if not self._requires_grad(name):
             return 0.0
-        sizes = bucket_sizes(self.device.kind, self.dims.mesh.shape[axis])
+        return self._in_buckets(self.local_bytes(name, move.source), move.axes, self.widening(name))
+
+    def _in_buckets(self, nbytes: int, axes: tuple[int, ...], wide: float) -> float:
+        """Seconds of a gradient's all-reduce, by itself or in a bucket, whichever is less; summed are `wide`
+        times its bytes."""
+        sizes = bucket_sizes(self.device.kind, math.prod(self.dims.mesh.shape[axis] for axis in axes))
         sent, copies = round(wide * nbytes), self._copy(nbytes) if wide != 1 else 0.0
+        alone = self._collective(Collective.ALL_REDUCE, sent, axes) + 2 * copies
         if sent >= sizes.alone:
-            return self.shown * (self._collective(Collective.ALL_REDUCE, sent, (axis,)) + 2 * copies)
+            return self.shown * alone
         share = sent / sizes.full
-        shared = self._collective(Collective.ALL_REDUCE, sizes.full, (axis,)) * share
-        return self.shown * min(seconds, shared + self._laid_together(nbytes, share) + copies)
+        shared = self._collective(Collective.ALL_REDUCE, sizes.full, axes) * share
+        return self.shown * min(
+            self._copy(sent) + alone, shared + self._laid_together(nbytes, share) + copies
+        )
 
     def _laid_together(self, nbytes: int, share: float) -> float:
         """Seconds of a gradient's copy into a bucket, of which it has a `share`; a GPU makes all at once."""

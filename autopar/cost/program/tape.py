@@ -295,7 +295,8 @@ class _Recorder:
     def weight(self, item: GraphInput, value: int) -> Weight:
         mesh = self.prices.dims.mesh
         deferred = self.deferred_of.get(item.name, [])
-        axes = {move.axis for move in deferred} - {move.axis for move in deferred if gathers(move)}
+        gathered = {move.axis for move in deferred if gathers(move)}
+        axes = {axis for move in deferred for axis in move.axes} - gathered
         summed = math.prod(mesh.shape[axis] for axis in axes) > 1
         nbytes = self.prices.local_bytes(item.name, self.program.inputs[item.name])
         copy = self.copies.get(item.name)

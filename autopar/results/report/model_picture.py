@@ -143,7 +143,7 @@ def _cells(line: Line, axes: int) -> tuple[Cell, ...]:
 
 def axes_table(plan: Plan) -> FigureTable:
     """Table of axes: operators by their split, and conversions of tensors."""
-    moves = Counter(move.axis for path in plan.program.moves.values() for move in path)
+    moves = Counter(axis for path in plan.program.moves.values() for move in path for axis in move.axes)
     rows: list[tuple[Cell, ...]] = []
     for axis, size in enumerate(plan.mesh.shape):
         kinds = Counter(layer.kinds[axis] or WHOLE for layer in plan.layers)

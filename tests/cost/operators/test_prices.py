@@ -187,6 +187,18 @@ def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
         assert parts(of_tensors(4, 6), S, target, "w") == parts(of_tensors(4, 6), S, target, "x")
 
 
+def test_a_sum_over_two_axes_is_one_of_their_joint_group() -> None:
+    """Of 6 ranks: 10 messages, 5/6 of the bytes each way; one axis after the other would send more. It costs
+    what one over an axis of 6 does."""
+    prices, flat = of_tensors(4, 6, ranks=(2, 3)), of_tensors(4, 6, ranks=(6,))
+    for source, target in ((P, R), (R, B), (P, B)):
+        joint = Move(0, (source, source), (target, target))
+        assert prices.move_parts("x", joint) == flat.move_parts("x", Move(0, (source,), (target,)))
+        singly = Move(0, (source, source), (target, source)), Move(1, (target, source), (target, target))
+        assert prices.move("x", joint) < sum(prices.move("x", each) for each in singly)
+    assert prices.gradient_sync("w", Move(0, (R, R), (B, B))) == flat.gradient_sync("w", SYNC)
+
+
 SYNC = Move(0, (R,), (B,))
 
 
