@@ -146,7 +146,7 @@ def test_a_deep_or_three_dimensional_plan_has_a_small_gap(
 
 
 def test_equal_blocks_are_unlike_where_that_makes_the_step_clearly_shorter() -> None:
-    """Some layers split weights, the sums of the others hide behind backward: faster than one or the other."""
+    """Some layers split weights, the sums of others hide behind backward: faster than one or the other."""
     with torch.device("meta"):
         layers = [item for _ in range(30) for item in (torch.nn.Linear(4096, 4096), torch.nn.ReLU())]
         model, x = torch.nn.Sequential(*layers, torch.nn.Flatten(0)), torch.zeros(4096, 4096)
