@@ -208,6 +208,10 @@ class SolverError(AutoparError):
     exit_code = 3
 
 
+class OutOfTimeError(SolverError):
+    """A search had to end before it had an answer."""
+
+
 class CostMissingError(AutoparError):
     """A cost that is needed was neither measured nor can be estimated."""
 

@@ -2,6 +2,7 @@
 
 command    a command: its flags, made from the table of options, and what it prints
 commands   all of them
+interrupts   Ctrl-C while a plan is sought
 streams    runs one
 
     stdout   the answer: a table, or with --json exactly one object

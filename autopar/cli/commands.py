@@ -13,6 +13,7 @@ from rich.console import Group
 
 from autopar import __version__
 from autopar.cli.command import CommandOutput, taking
+from autopar.cli.interrupts import stops_search
 from autopar.cluster import ClusterSpec
 from autopar.errors import (
     CheckError,
@@ -117,7 +118,7 @@ def plan(
         with bar.shown():
             table = scale(specs, planned)
         return CommandOutput(table.as_dict(), render_scaling(table))
-    with bar.shown():
+    with bar.shown(), stops_search():
         found = planned(specs[0])
     if output:
         found.save(output)

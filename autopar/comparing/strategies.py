@@ -103,7 +103,7 @@ class Comparer:
     @property
     def cap(self) -> int | None:
         """Bytes per device."""
-        return self.request.memory if self.request.memory is not None else self.cluster.memory
+        return self.request.cap(self.cluster)
 
     def traced(self, request: Request) -> Traced:
         """The graph of one micro-batch; with stages its loss is the only output."""

@@ -29,5 +29,6 @@ slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar
 uncollected   planning and importing without the garbage collector
 user_text     texts of users as data, JSON and TOML, within bounds
+deadline      by when a search ends, and who watches it
 costs         what operators and collectives cost, and the devices and links
 """

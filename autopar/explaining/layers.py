@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
+from autopar.core.deadline import after
 from autopar.core.graph import Call, Graph, Operator
 from autopar.core.strategy import Strategy
 from autopar.errors import InputError, show_value
@@ -28,7 +29,6 @@ from autopar.sharding.strategies import strategies_of
 from autopar.solve.choices.fold import fold
 from autopar.solve.choices.kinds import Kinds
 from autopar.solve.choices.space import forced, split_by_force, undominated
-from autopar.solve.deadline import after
 
 MOST_WAYS = 12  # ways to split a layer that are solved, the cheapest by themselves
 WAYS_OF_SEVERAL_LAYERS = 3  # for each, where several layers are explained

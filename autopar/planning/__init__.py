@@ -2,6 +2,7 @@
 
 planner           plans the calls of one model: what is traced for the search, and what is sought
 search            the passes, from a traced graph to the best plan over all meshes
+first_plans       the plans that people run, made in seconds: the rows beside a plan, and what it must beat
 meshes            which meshes a plan may have
 mesh_search       the best step on one mesh
 known_cuts        cuts into stages of assignments that were cut before

@@ -15,6 +15,7 @@ from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import MEASURED_ERROR
+from autopar.core.deadline import is_over, left
 from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
@@ -30,7 +31,7 @@ from autopar.cost.operators.fused_groups import FusedGroups, OperatorTraffic, fi
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
-from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.apart import margin
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
@@ -47,9 +48,8 @@ from autopar.solve.choices.fold import Folding, fold
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.choices.space import Space, build_space, split_by_force
-from autopar.solve.deadline import is_over, left
 from autopar.solve.program.problem import Problem
-from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
+from autopar.solve.program.solution import CutoffError, Solution, UnbeatenError, check_cutoff
 from autopar.solve.stages.cut_search import MOST_CUT_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
@@ -99,6 +99,7 @@ class MeshProblem:
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
+    first: Solution | None = None  # one that meets the cap
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
@@ -234,7 +235,7 @@ class MeshProblem:
             except (InfeasibleError, SolverError) as error:
                 if not found:
                     raise
-                bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
+                bound = max(bound, proved(error, limits.cutoff, count))
                 break
             priced = solution.priced.at(self.prices)
             found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
@@ -498,30 +499,48 @@ class MeshProblem:
             fastest = self.solve(free, limits, programs)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
-        cutoff = limits.cutoff if ask.bounded and self.request.pipeline_ranks == 1 else math.inf
-        prices = self.prices
-        if ask.multiplier is not None:
-            prices = self.row_prices(ask.multiplier, ask.late)
-        found = choose_named(
-            self.graph,
-            prices,
-            self.space(ask.force),
-            self.folding,
-            cap=ask.cap,
-            gap=self.request.gap,
-            time_limit=None if limits.deadline is None else max(0.1, left(limits.deadline)),
-            memory_price=ask.memory_price,
-            bounded=ask.bounded,
-            recompute=ask.recompute,
-            offload=self.offload if self.request.pipeline_ranks == 1 else Offload.NONE,
-            cutoff=cutoff / self.request.micro_batches,
-            work=limits.work,
-            brief=ask.multiplier is not None and ask.multiplier < 1.0,
-            programs=programs if ask.memory_price == FREE else self.priced_programs,
-        )
+        found = self.chosen(ask, limits, programs)
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
         self.solved[ask] = found
+        return found
+
+    def chosen(self, ask: Ask, limits: Limits, programs: WrittenPrograms | None) -> Solution:
+        """The best assignment by the costs that are asked for, or the first one if that is better."""
+        alone, count = self.request.pipeline_ranks == 1, self.request.micro_batches
+        prices = self.prices
+        if ask.multiplier is not None:
+            prices = self.row_prices(ask.multiplier, ask.late)
+        cutoff = limits.cutoff / count if ask.bounded and alone else math.inf
+        first = self.first if ask.cap is not None and ask.force == self.request.force else None
+        if first is not None and ask.multiplier is not None:
+            priced = first.priced.at(prices)
+            first = dataclasses.replace(first, priced=priced, seconds=priced.seconds)
+        try:
+            found = choose_named(
+                self.graph,
+                prices,
+                self.space(ask.force),
+                self.folding,
+                cap=ask.cap,
+                gap=self.request.gap,
+                time_limit=None if limits.deadline is None else max(0.1, left(limits.deadline)),
+                memory_price=ask.memory_price,
+                bounded=ask.bounded,
+                recompute=ask.recompute,
+                offload=self.offload if alone else Offload.NONE,
+                cutoff=cutoff,
+                known=min(cutoff, first.seconds if first else math.inf) if ask.cap is not None else math.inf,
+                work=limits.work,
+                brief=ask.multiplier is not None and ask.multiplier < 1.0,
+                programs=programs if ask.memory_price == FREE else self.priced_programs,
+            )
+        except UnbeatenError as error:
+            if first is None:
+                raise
+            return dataclasses.replace(first, bound=min(error.bound, first.seconds))
+        if first is not None and first.seconds < found.seconds:
+            return dataclasses.replace(first, bound=min(found.bound, first.seconds))
         return found
 
     def most_hidden(self, bound: float) -> float:
@@ -563,6 +582,13 @@ class MeshProblem:
                 shard_state=self.request.shard_state,
             )
         return self.spaces[force]
+
+
+def proved(error: AutoparError, cutoff: float, micro_batches: int) -> float:
+    """Seconds that no step takes less than, by the error of a search that ended without one."""
+    if isinstance(error, UnbeatenError):
+        return micro_batches * error.bound
+    return cutoff if isinstance(error, CutoffError) else -math.inf
 
 
 def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:

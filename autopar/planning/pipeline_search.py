@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cluster import ClusterSpec
+from autopar.core.deadline import after, is_over, left
 from autopar.core.graph import Graph
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
@@ -27,7 +28,6 @@ from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.screening import GraphOf, Screen
 from autopar.planning.search import MeshDecision, decide
-from autopar.solve.deadline import after, is_over, left
 from autopar.solve.program.solution import CutoffError
 from costdb.database import Database
 
@@ -56,6 +56,7 @@ def decide_all(
     outputs: int = 0,
     least: int = 1,
     at_once: Graph | None = None,
+    first: MeshDecision | None = None,
 ) -> MeshDecision:
     """Find the best step for a global batch of `batch` samples over numbers of pipeline ranks.
 
@@ -64,7 +65,7 @@ def decide_all(
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
     `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
-    `at_once` is its graph with them, if it is to be planned with them.
+    `at_once` is its graph with them, if it is to be planned with them. `first` stands if time is over.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
@@ -74,10 +75,10 @@ def decide_all(
     counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
     screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
     screen = Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
-    choices = screen.choices(ranks)
+    choices = screen.choices(ranks) if first is None else screen.choices_in_time(ranks)
     apart = screen.apart
     room = MEASURED if apart.measured else 1.0
-    found: list[MeshDecision] = []
+    found = [first] if first else []
     failures: list[AutoparError] = []
     looked_at: list[PipelineEstimate] = []
     left_out: list[PipelineEstimate] = []

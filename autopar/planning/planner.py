@@ -9,7 +9,8 @@ Of several processes rank 0 plans, and every rank takes its plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -19,11 +20,19 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.cluster import ClusterSpec
+from autopar.core.deadline import SearchWatch, after, current_watch, left, say, watched
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.uncollected import uncollected
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
+from autopar.errors import (
+    CheckError,
+    InfeasibleError,
+    InputError,
+    OverCapError,
+    SolverError,
+    TraceError,
+)
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.asked.request import Auto, Request
 from autopar.planning.busy_neighbours import busy_neighbours
@@ -31,17 +40,18 @@ from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import decide_all
-from autopar.planning.search import MeshDecision, beside, decide, finish, search
+from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish, search
 from autopar.planning.training_notes import weight_notes
 from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
-from autopar.solve.deadline import after, left
 from autopar.trace.call.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.forms.simplify import only_loss
 from autopar.trace.micro_batches import split_batch
 from costdb.database import Database
 
+STOPPED = "the search was stopped: this is the best plan until then"
+FINISHING_SHARE = 0.1  # of the time limit: a decision becomes a plan that long
 LEAST_FINISH_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
 
 
@@ -66,16 +76,43 @@ class Planner:
     ) -> Plan:
         """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen.
 
-        No ranks run here that could measure along.
+        No ranks run here that could measure along. All of it, tracing too, is within the time limit.
         """
+        with self.watched() as watch:
+            plan = self.found_plan(model, args, kwargs, auto, watch.deadline)
+        return _noted(plan, STOPPED if watch.is_stopped else None)
+
+    @contextmanager
+    def watched(self) -> Iterator[SearchWatch]:
+        """A search within the time limit, which tells what it does; the one that is watched, if there is."""
+        if (known := current_watch()) is not None:
+            yield known
+            return
+        limit, progress = self.request.time_limit, self.progress
+        tell = partial(progress, 0, 0) if progress else None
+        watch = SearchWatch(after(limit and (1 - FINISHING_SHARE) * limit), tell)
+        with watched(watch):
+            yield watch
+
+    def found_plan(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        auto: Auto | None,
+        deadline: float | None,
+    ) -> Plan:
+        """The plan of `find_plan`, by a deadline."""
         with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
             if auto:
                 found = self.find_pipeline(model, args, kwargs, auto, co_runners)
             elif self.request.micro_batches == 1:
-                found = self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
+                graph = self.trace_step(model, args, kwargs).graph
+                found = self.find(graph, self.request, co_runners, deadline=deadline)
             else:
                 parts = self.parts(model, args, kwargs)
-                found = self.find(parts.traced(self.request.micro_batches).graph, self.request, co_runners)
+                graph = parts.traced(self.request.micro_batches).graph
+                found = self.find(graph, self.request, co_runners, deadline=deadline)
                 check_lengths(parts, found)
         return replace(found, notes=(*found.notes, *weight_notes(model)))
 
@@ -86,6 +123,8 @@ class Planner:
         request: Request,
         co_runners: CoRunners | None = None,
         budget: Budget | None = None,
+        *,
+        deadline: float | None = None,
     ) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
@@ -98,6 +137,7 @@ class Planner:
                     progress=self.progress,
                     co_runners=co_runners,
                     budget=budget,
+                    deadline=deadline,
                 ).plan
             except InfeasibleError as error:
                 # What an OverCapError says is sought when it is read, which takes time: it is about memory.
@@ -119,12 +159,26 @@ class Planner:
 
         A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
+        with self.watched() as watch:
+            return self._pipeline(model, args, kwargs, auto, co_runners, watch.deadline)
+
+    def _pipeline(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        auto: Auto,
+        co_runners: CoRunners | None,
+        deadline: float | None,
+    ) -> Plan:
         ranks, micro_batches, exactly = auto
-        deadline, budget = after(self.request.time_limit), Budget(self.request.measure_seconds)
+        budget = Budget(self.request.measure_seconds)
+        say("tracing")
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
         if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
-            return self.find(whole, plain, co_runners, budget)
+            return self.find(whole, plain, co_runners, budget, deadline=deadline)
+        first = self.first(whole, plain, auto) if deadline is not None else None
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
@@ -135,8 +189,7 @@ class Planner:
         def graph_of(count: int) -> Graph:
             return only_loss(whole) if count == 1 else part_graphs(count)
 
-        only_a_loss = whole.outputs == (whole.loss,)
-        at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
+        at_once = whole if whole.outputs == (whole.loss,) or plain.leaves_parts(whole) else None
 
         def decide_from(least: int, at_once: Graph | None = None) -> MeshDecision:
             decision = decide_once(least, at_once)
@@ -161,21 +214,19 @@ class Planner:
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
                     at_once=at_once,
+                    first=first,
                 )
 
         try:
-            try:
-                decision = decide_from(1, at_once)
-            except InfeasibleError as error:
-                if at_once is None or only_a_loss or self.is_hopeless(error, whole):
-                    raise
-                decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
+            decision = self.decided(
+                decide_from, at_once, whole, lambda: first or self.first(whole, plain, auto)
+            )
         except InfeasibleError as error:
             if kept:
                 error.add_remedy(_more_parts(parts))
             raise
         is_plain = decision.request.pipeline_ranks == decision.request.micro_batches == 1
-        if is_plain and decision.problem.graph is not at_once:
+        if is_plain and all(decision.problem.graph is not each for each in (at_once, whole)):
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
             plan = self.find_again(whole, decision, plain, co_runners, budget, otherwise=otherwise)
@@ -183,6 +234,34 @@ class Planner:
             plan = finish(decision).plan
         check_lengths(parts, plan)
         return _noted(plan, note)
+
+    def decided(
+        self,
+        decide_from: Callable[[int, Graph | None], MeshDecision],
+        at_once: Graph | None,
+        whole: Graph,
+        first: Callable[[], MeshDecision | None],
+    ) -> MeshDecision:
+        """The best step; where a batch doesn't fit at once with its outputs beside the loss, without them;
+        what is `first` if nothing was found in time."""
+        try:
+            return decide_from(1, at_once)
+        except SolverError:
+            if (stands := first()) is None:
+                raise
+            return stands
+        except InfeasibleError as error:
+            if at_once is None or whole.outputs == (whole.loss,) or self.is_hopeless(error, whole):
+                raise
+            return decide_from(1, None)
+
+    def first(self, whole: Graph, request: Request, auto: Auto) -> MeshDecision | None:
+        """A plan that is there when time is over, if what is asked for allows one without stages and
+        micro-batches."""
+        if auto.ranks not in (None, 1) or auto.micro_batches not in (None, 1):
+            return None
+        with Database.open(self.costdb) as database:
+            return decide_first(whole, self.cluster, request, database=database)
 
     def find_again(
         self,
@@ -237,7 +316,7 @@ class Planner:
     def is_hopeless(self, error: InfeasibleError, whole: Graph) -> bool:
         """Whether the least bytes known to suffice are far above the cap, even without outputs beside the
         loss."""
-        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        cap = self.request.cap(self.cluster)
         return cap is not None and FAR * (cap + _bytes_beside_the_loss(whole)) < error.would_do < math.inf
 
     def agree_on_pipeline(

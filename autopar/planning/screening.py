@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
+from autopar.core.deadline import is_over
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
@@ -45,7 +46,6 @@ from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seco
 from autopar.sharding.strategies import dims_of
 from autopar.solve.choices.fold import fold
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
-from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND
 from autopar.solve.memory.offload import overlapped
 from autopar.solve.memory.recompute import sparing
@@ -116,7 +116,7 @@ class Screen:
 
     def __post_init__(self) -> None:
         self.model = CostModel.of(self.cluster, self.database)
-        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        cap = self.request.cap(self.cluster)
         self.cap = math.inf if cap is None else cap
         self.apart = Apart(measured=self.request.measure and self.model.here)
 
@@ -135,6 +135,13 @@ class Screen:
         for choice in sorted(found, key=self.rank):
             best.setdefault((choice.ranks, choice.micro_batches), choice)
         return list(best.values())
+
+    def choices_in_time(self, ranks: int | None) -> list[PipelineEstimate]:
+        """The same as `choices`, none if time is over."""
+        try:
+            return self.choices(ranks)
+        except SolverError:
+            return []
 
     def sample(self, ranks: int) -> SampledMicroBatch:
         """The micro-batch that is screened: without stages the largest, with stages one of about SAMPLE

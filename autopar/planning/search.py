@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
+from autopar.core.deadline import after, is_over, left, say, watched
 from autopar.core.force import PURE, Parallelism
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
@@ -27,15 +28,15 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
+from autopar.planning.first_plans import first_plan
 from autopar.planning.measured_first import PlanCalls, most_valuable
-from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, stageable
+from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
 from autopar.planning.strategies_beside import one_device, strategies_beside
 from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.deadline import after, is_over, left
 from autopar.solve.program.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
@@ -88,6 +89,7 @@ def search(
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
     budget: Budget | None = None,
+    deadline: float | None = None,
 ) -> FoundPlan:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
     return finish(
@@ -99,6 +101,7 @@ def search(
             progress=progress,
             co_runners=co_runners,
             budget=budget,
+            deadline=deadline,
         )
     )
 
@@ -134,7 +137,7 @@ def decide(
     _check_mesh(meshes, cluster)
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
     hop = model.hop(whole, request.pipeline_ranks)
-    cap = request.memory if request.memory is not None else cluster.memory
+    cap = request.cap(cluster)
     deadline = after(request.time_limit) if deadline is None else deadline
 
     def solved() -> _Best:
@@ -156,9 +159,27 @@ def decide(
     return MeshDecision(best.problem, best.step, whole, request, deadline, best.others)
 
 
+def decide_first(
+    graph: Graph, cluster: ClusterSpec, request: Request, *, database: Database | None = None
+) -> MeshDecision | None:
+    """A plan that people run, without stages, on one axis: made in seconds, however little time is left. None
+    if none meets the cap."""
+    meshes = meshes_of(cluster, request)
+    mesh = min(meshes, key=lambda each: len(each.shape))
+    model, cap = CostModel.of(cluster, database), request.cap(cluster)
+    problem = MeshProblem(graph, mesh, cluster, model, request, cap, model.hop(cluster, 1))
+    found = _first([problem])
+    return MeshDecision(problem, found[0][1], cluster, request, None, 0.0) if found else None
+
+
 def finish(decision: MeshDecision) -> FoundPlan:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
-    replaces it."""
+    replaces it. It is made however little time is left."""
+    with watched(None):
+        return _finished(decision)
+
+
+def _finished(decision: MeshDecision) -> FoundPlan:
     problem, request = decision.problem, decision.request
     step = problem.refined(decision.step, decision.deadline, decision.others)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
@@ -270,9 +291,10 @@ class _Best:
 def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> _Best:
     """The best step of all meshes; those on which nothing faster than what is found can be are left, and in
     long graphs those on which nothing much faster can be."""
-    found: list[tuple[MeshProblem, Step]] = []
+    scarce = deadline is not None or problems[0].cap is not None
+    found = _first(problems) if scarce else []
     failures: list[InfeasibleError | SolverError] = []
-    passed = list[float]()  # seconds that no step takes less than on meshes that could gain but little
+    bounds = dict[Mesh, float]()  # seconds that no step on a mesh takes less than
     for problem in problems:
         spared = 1 - LITTLE if problem.is_long else 1.0
         limits = Limits(deadline, min([cutoff, *(spared * step.seconds for _, step in found)]))
@@ -280,20 +302,50 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
             failures.append(_too_late(problem))
             continue
         try:
+            say(_doing(problem, [step.seconds for _, step in found]))
             ask = problem.ask(problem.request.force, cap=problem.cap)
-            found.append((problem, problem.plan(ask, limits)))
+            found.append((problem, step := problem.plan(ask, limits)))
+            bounds[problem.mesh] = step.bound
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
-            passed += [limits.cutoff] if isinstance(error, CutoffError) and problem.is_long else []
+            if isinstance(error, CutoffError):
+                bounds[problem.mesh] = proved(error, limits.cutoff, problem.request.micro_batches)
+    if any(isinstance(error, SolverError) for error in failures):
+        found = found or _first(problems)
     if not found:
         raise _worst(failures)
-    fastest = min(found, key=lambda pair: pair[1].seconds)
-    problem, step = fastest
-    others = [*passed, *(each.bound for other, each in found if other is not problem)]
+    problem, step = min(found, key=lambda pair: pair[1].seconds)
+    others = [bound for mesh, bound in bounds.items() if mesh != problem.mesh]
     if any(isinstance(error, SolverError) for error in failures):
         others.append(0.0)  # a mesh not solved in time leaves the gap open
     least = min(others, default=math.inf)
-    return _Best(problem, dataclasses.replace(step, bound=min(step.bound, least)), least)
+    bound = min(step.seconds, bounds.get(problem.mesh, 0.0), least)
+    return _Best(problem, dataclasses.replace(step, bound=max(0.0, bound)), least)
+
+
+def _doing(problem: MeshProblem, seconds: Sequence[float]) -> str:
+    """What is searched now, and the best so far."""
+    request = problem.request
+    stages = f"{request.pipeline_ranks} stages, " if request.pipeline_ranks > 1 else ""
+    best = f"; best so far {show_seconds(min(seconds))} a step" if seconds else ""
+    return f"mesh {problem.mesh}, {stages}{request.micro_batches} micro-batches{best}"
+
+
+def _first(problems: Sequence[MeshProblem]) -> list[tuple[MeshProblem, Step]]:
+    """A plan that people run, if one without stages is allowed: the one that is to be beaten. It is made in
+    seconds, however little time is left."""
+    problem = min(problems, key=lambda each: len(each.mesh.shape))
+    request = problem.request
+    if request.pipeline_ranks > 1 or request.pins:
+        return []
+    kinds = PURE if request.force is None else (request.force,)
+    say(f"data parallel and other pure kinds on mesh {problem.mesh}")
+    with watched(None):
+        step = first_plan(problem, kinds, Limits())
+    if step is None:
+        return []
+    problem.first = step.solution
+    return [(problem, step)]
 
 
 def _too_late(problem: MeshProblem) -> SolverError:

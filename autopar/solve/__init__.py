@@ -8,5 +8,4 @@ stages           where a program is cut into pipeline stages
 memory           what is recomputed or offloaded to meet a cap
 linear_program   a mixed-integer linear program, as data
 highs            its solver
-deadline         by when an answer is wanted
 """

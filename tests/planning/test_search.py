@@ -236,6 +236,7 @@ class Bounded:
     seconds: float
     bound: float
     is_long: bool = True
+    mesh: Mesh = Mesh((2,))
     cap: None = None
     request: Any = Request()
 
@@ -262,17 +263,17 @@ def test_what_is_left_at_a_bound_on_one_mesh_is_not_infeasible_for_want_of_memor
 
     meshes: list[Any] = [
         Bounded(1.0, 1.0),
-        SimpleNamespace(is_long=False, cap=None, request=Request(), ask=unfit),
+        SimpleNamespace(is_long=False, mesh=Mesh((3,)), cap=None, request=Request(), ask=unfit),
     ]
     with pytest.raises(CutoffError):
         _best(meshes[::turn], None, 0.5)
 
 
 def test_meshes_of_long_graphs_that_could_gain_but_little_are_left_and_the_gap_says_by_how_much() -> None:
-    first, other = Bounded(1.0, 1.0), Bounded(0.998, 0.997)
+    first, other = Bounded(1.0, 1.0), Bounded(0.998, 0.997, mesh=Mesh((3,)))
     best = _best([first, other], None, math.inf)  # type: ignore[list-item]
     assert best.problem is first and best.step.bound == 1.0 - LITTLE
     exact = _best([first, replace(other, is_long=False)], None, math.inf)  # type: ignore[list-item]
     assert exact.step == Stepped(0.998, 0.997)
-    less = _best([first, Bounded(0.99, 0.98)], None, math.inf)  # type: ignore[list-item]
+    less = _best([first, Bounded(0.99, 0.98, mesh=Mesh((3,)))], None, math.inf)  # type: ignore[list-item]
     assert less.step == Stepped(0.99, 0.98)

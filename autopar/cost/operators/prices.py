@@ -14,6 +14,7 @@ from typing import Any
 import autopar.runtime.collectives.placement_moves
 import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that rules write)
 from autopar.core.costs import Collective, OperatorCost
+from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.strategy import Option, Strategy
@@ -189,6 +190,7 @@ class Prices(TensorPrices):
 
     def _operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price without credit."""
+        check_time()
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
         by_values = rule_of(operation).reads_values or not self._constants.isdisjoint(operation.operands)

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.core.deadline import check_time
 from autopar.core.graph import InputKind
 from autopar.cost.program.heap import GradientSums, Heap
 from autopar.cost.program.host_copies import HostCopies
@@ -50,6 +51,7 @@ class Peak:
 
 def peak_memory(priced: PricedProgram) -> Peak:
     """Replay one step of the largest rank, with the parts of the program that are recomputed."""
+    check_time()
     return Replay(priced).run()
 
 

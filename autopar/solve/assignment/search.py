@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.core.deadline import is_over
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.recompute import Recompute
@@ -20,14 +21,20 @@ from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.choices.space import Space
-from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.program.chosen import of_chosen
 from autopar.solve.program.decode import is_whole, read
 from autopar.solve.program.local_search import CandidatePlan, search_locally
 from autopar.solve.program.problem import Problem
-from autopar.solve.program.solution import Solution, check_cutoff, check_promise, completed, judged
+from autopar.solve.program.solution import (
+    Solution,
+    UnbeatenError,
+    check_cutoff,
+    check_promise,
+    completed,
+    judged,
+)
 from autopar.solve.tables.choice_tables import WideError
 from autopar.solve.tables.priced_elimination import cheapest_at
 
@@ -58,6 +65,7 @@ def choose(
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
+    known: float = math.inf,
     work: float = math.inf,
     brief: bool = False,
     programs: WrittenPrograms | None = None,
@@ -73,7 +81,8 @@ def choose(
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
     has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
     is replayed all the same. Only the first bound, under the cap itself, holds for all plans. The deeper the
-    program, the fewer rounds of this it gets, and fewest in a `brief` search.
+    program, the fewer rounds of this it gets, and fewest in a `brief` search. Where a plan of `known` seconds
+    meets the cap, nothing is completed that takes more, and UnbeatenError is raised if nothing less is found.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
     rounds = FITTING_EFFORT // max(1, len(graph.operators))
@@ -93,6 +102,7 @@ def choose(
         brief,
         programs or WrittenPrograms(),
         work=work,
+        known=known,
     )
     if cap is None:
         return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
@@ -116,6 +126,7 @@ class _PlacementSearch:
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING  # left
     work: float = math.inf  # for a relaxation, and for branching, at most
+    known: float = math.inf  # seconds of a plan that meets the cap
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
         first = self.solved(rows=cap, bounded=bounded, cutoff=cutoff)
@@ -125,6 +136,8 @@ class _PlacementSearch:
                 found += self.priced(cap)
             with contextlib.suppress(SolverError):
                 found += self.without_regather(cap)
+        if not found and self.known < math.inf:
+            raise UnbeatenError.of(first.bound if bounded else -math.inf, self.known)
         if not found and self.brief:
             raise self.infeasible(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
@@ -157,7 +170,7 @@ class _PlacementSearch:
         for _ in range(MEMORY_ROUNDS):
             if solution.peak.nbytes <= cap:
                 return [solution]
-            if not self.has_round():
+            if solution.seconds >= self.known or not self.has_round():
                 break
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
@@ -185,6 +198,7 @@ class _PlacementSearch:
                 found.append(solution)
             # Without recomputed parts it is the assignment that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
+            plain = plain or solution.seconds >= self.known
             low, high = (low, middle) if plain else (middle, high)
         return found
 
@@ -310,13 +324,7 @@ class _PlacementSearch:
         priced = PricedProgram(self.prices, read(problem, answer))
         if not rounded:
             self.check(problem, answer, priced)
-        solution = completed(
-            priced,
-            self.cap,
-            recompute=self.recompute,
-            offload=self.offload,
-        )
-        solution = replace(solution, bound=bound, status=answer.status)
+        solution = replace(self.completed(priced), bound=bound, status=answer.status)
         self.note(solution)
         return judged(solution, bound, self.gap) if bounded else solution
 
@@ -329,10 +337,14 @@ class _PlacementSearch:
                 self.graph, self.prices, self.space, self.folding, offloads=False
             )
             program, _ = cheapest_at(tables, memory_price, recomputes=self.recompute is not Recompute.NONE)
-            return completed(
-                PricedProgram(self.prices, program), self.cap, recompute=self.recompute, offload=self.offload
-            )
+            return self.completed(PricedProgram(self.prices, program))
         return None
+
+    def completed(self, priced: PricedProgram) -> Solution:
+        """The program with what is computed again and offloaded so that it fits, unless it is too slow as it
+        is."""
+        cap = self.cap if priced.seconds < self.known else None
+        return completed(priced, cap, recompute=self.recompute, offload=self.offload)
 
     def bound(self, free: Problem) -> float:
         """Lower bound on the seconds of all plans, by a relaxation; -inf if it can't be solved."""

@@ -67,6 +67,7 @@ from numpy.typing import NDArray
 from autopar.convert.moves import canonical
 from autopar.convert.network import Alike, Flags, Network, Numbers, Placements, order, unnamed
 from autopar.convert.path import interesting
+from autopar.core.deadline import check_time
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
@@ -196,6 +197,7 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> list[Use]:
+        check_time()
         starts, uses, taken = self.routed(tensor)
         if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
             self.add_flows(tensor, starts, uses, taken)

@@ -20,6 +20,24 @@ class CutoffError(InfeasibleError):
     """No plan is faster than one that is known already."""
 
 
+class UnbeatenError(CutoffError):
+    """No plan was found that is faster than one that is known; none takes less than `bound` seconds."""
+
+    bound = -math.inf
+
+    @classmethod
+    def of(cls, bound: float, known: float) -> UnbeatenError:
+        """The error beside a plan of `known` seconds."""
+        error = cls(
+            where="plans of this mesh",
+            found=f"none in less than {known:.4g} s; at least they take {bound:.4g} s",
+            wanted=f"less than {known:.4g} s, which a plan is known to take",
+            remedy="take that plan",
+        )
+        error.bound = bound
+        return error
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status. With

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.core.costs import LinkLike
+from autopar.core.deadline import is_over
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
@@ -26,7 +27,6 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
-from autopar.solve.deadline import is_over
 from autopar.solve.stages.cut_search import MOST_CUT_PLACES, Cut, closer_bound, cut_at, cuts
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.rank_bounds import Scarcity

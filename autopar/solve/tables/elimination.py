@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.convert.network import Numbers, Seconds
+from autopar.core.deadline import check_time
 from autopar.core.offload import Offload
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
@@ -128,6 +129,7 @@ class _Rest:
 
     def eliminate(self, choice: int) -> EliminatedChoice:
         """Leave a choice out."""
+        check_time()
         others = self.others(choice)
         if self.size(choice) > MOST_ENTRIES:
             raise WideError

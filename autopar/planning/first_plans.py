@@ -1,0 +1,72 @@
+"""The plans that people run, each made in seconds before anything is searched.
+
+Of each kind the fastest assignment; under a cap the fastest of those that keep state in shards, as bytes have
+a price, with as much computed again as the cap asks:
+
+    batch      data parallel, ZeRO or FSDP
+    filter     Megatron's column split, channel its row split
+    domain     spatial or sequence parallel
+
+They are the rows beside the plan, and the incumbent that a search must beat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autopar.core.deadline import is_over
+from autopar.core.force import Force
+from autopar.errors import InfeasibleError, SolverError
+from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
+from autopar.planning.mesh_search import MeshProblem
+from autopar.solve.choices.memory_price import MemoryPrice
+from autopar.solve.program.solution import Solution, completed
+from autopar.solve.stages.step import Step, unstaged
+
+BYTE_PRICES = (0.1, 1.0, 10.0)  # of all bytes of the fastest assignment, in its own seconds
+
+
+def first_plan(problem: MeshProblem, kinds: Sequence[Force], limits: Limits) -> Step | None:
+    """The fastest step of pure kinds, without stages, that meets the cap; None if none does in time."""
+    best: Step | None = None
+    for kind in kinds:
+        with contextlib.suppress(InfeasibleError, SolverError):
+            step = first_step(problem, kind, limits, cutoff=best.seconds if best else math.inf)
+            fits = problem.cap is None or step.peak_bytes <= problem.cap
+            best = step if fits and (best is None or step.seconds < best.seconds) else best
+        if best is not None and is_over(limits.deadline):
+            break
+    return best
+
+
+def first_step(
+    problem: MeshProblem, kind: Force, limits: Limits = UNLIMITED, *, cutoff: float = math.inf
+) -> Step:
+    """The step of one kind, without stages: the fastest that meets the cap, else the leanest; the fastest of
+    all if that takes `cutoff` seconds.
+
+    Raises InfeasibleError if the kind can't be had, SolverError if there is no step in time.
+    """
+    count = problem.request.micro_batches
+    ask = problem.ask(kind, bounded=False)
+    step = unstaged(fastest := problem.solve(ask, limits), count)
+    if problem.cap is None or step.peak_bytes <= problem.cap or step.seconds >= cutoff:
+        return step
+    steps = [unstaged(each, count) for each in _lean(problem, ask, fastest, limits)]
+    return min(steps, key=lambda each: (max(each.peak_bytes, problem.cap or 0), each.seconds))
+
+
+def _lean(problem: MeshProblem, ask: Ask, fastest: Solution, limits: Limits) -> Iterator[Solution]:
+    """Assignments at rising prices of a byte, fitted to the cap, until one meets it."""
+    cap, found = problem.cap or 0, math.inf
+    for share in BYTE_PRICES:
+        if found <= cap or found < math.inf and is_over(limits.deadline):
+            break
+        price = share * fastest.seconds / fastest.peak.nbytes
+        lean = problem.solve(replace(ask, memory_price=MemoryPrice(price, price)), limits)
+        fitted = completed(lean.priced, cap, recompute=ask.recompute, offload=problem.offload)
+        found = fitted.peak.nbytes
+        yield fitted
