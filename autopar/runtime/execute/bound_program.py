@@ -44,7 +44,7 @@ class Bound:
     `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes its own
     rows of the batched inputs, else the whole of them. With `local_outputs` outputs are the rank's parts;
     else those that lie in parts are made whole where they are read. Random operators draw from `stream`, or
-    from the default generator if there is none.
+    from the default generator if there is none. `plain` parameters are torch's own.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Bound:
         samples: Samples | None = None,
         stream: Stream | None = None,
         local_outputs: bool = False,
+        plain: bool = False,
     ) -> None:
         self.executable, self.samples, self._local_outputs = executable, samples, local_outputs
         self._run: Callable[..., Any] = freeing(executable.module)
@@ -78,7 +79,15 @@ class Bound:
         self._parameters = parameters = by_first_use(executable)
         self._names = [item.name for item in parameters]
         self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
-        self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
+        self._leaves = Leaves(
+            parameters,
+            [find(item.target) for item in parameters],
+            self._receive,
+            mesh,
+            plain=plain,
+            direct=self._unsynced if plain else (),
+        )
+        self._meets = not plain or dist.get_world_size() > 1  # where backward begins
         self._adding = self._stepping = False
         self._held: dict[int, Tensor] = {}
         self._sync = GradientSync(
@@ -97,7 +106,8 @@ class Bound:
             self._leaves.release()
         with drawing_from(self._stream.next(), self._device) if self._stream else nullcontext():
             outputs = run_and_write(self.executable, self._run, values)
-        self._hear_gradients(outputs)
+        if self._meets:
+            self._hear_gradients(outputs)
         return self.executable.rebuild(
             outputs if self._local_outputs else unread(outputs, self.executable.outputs)
         )
@@ -123,6 +133,10 @@ class Bound:
     def untie(self) -> None:
         """Let go of the parameters' storage."""
         self._leaves.untie()
+
+    def require_no_hooks(self) -> None:
+        """Raise InputError for hooks on parameters, which would be called once a micro-batch."""
+        self._leaves.require_no_hooks()
 
     @contextmanager
     def adding_up(self, *, last: bool) -> Iterator[None]:

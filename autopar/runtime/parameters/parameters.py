@@ -4,8 +4,9 @@
     nn.Parameter(DTensor) ----- one storage ----- leaf (plain, requires_grad)
             .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on the leaf
 
-The program never sees a DTensor. Each program has leaves of its own, so that a backward through two
-programs cannot mix a gradient that still has to be summed with one that has been.
+Where every rank has all parameters whole, these are plain, and their gradients; one whose gradient needs no
+sum is the leaf itself. The program never sees a DTensor. Each program has leaves of its own, so that a
+backward through two programs cannot mix a gradient that still has to be summed with one that has been.
 
 A stored shard may be of one atom of a dim (every head of q, k and v). Then the DTensor speaks a
 tensor whose rows are permuted: right for optimizers and norms, which don't care, while
@@ -18,6 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from autopar.torch_seams.dtensors import part_of, with_part
 from autopar.torch_seams.modes import without_subclass_functions
 from autopar.torch_seams.tensors import has_hooks
 
+_SHAPE = attrgetter("shape")
 _LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
@@ -184,19 +187,24 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
         if outer.grad is None:
-            outer.grad = with_part(total, outer)
+            outer.grad = _laid_as(outer, total)
         else:
             _add_to(outer, total)
 
 
 @torch.no_grad()
 def _add_to(outer: Any, total: Tensor) -> None:
-    if outer.grad.placements != outer.placements:
-        outer.grad = outer.grad.redistribute(placements=outer.placements)
+    before: Any = outer.grad
+    if isinstance(outer, DTensor) and before.placements != outer.placements:
+        outer.grad = before.redistribute(placements=outer.placements)
     if local(outer.grad).is_contiguous():
         local(outer.grad).add_(total)
     else:  # elements that share memory
-        outer.grad = with_part(local(outer.grad) + total, outer)
+        outer.grad = _laid_as(outer, local(outer.grad) + total)
+
+
+def _laid_as(outer: Tensor, gradient: Tensor) -> Tensor:
+    return with_part(gradient, outer) if isinstance(outer, DTensor) else gradient
 
 
 # -- leaves -------------------------------------------------------------------------------------
@@ -211,6 +219,9 @@ class Leaves:
 
     A part that is gathered once a step has a leaf of its own: the full copy, made by the first `read` after
     `release`, which is collective then.
+
+    With `plain` parameters are torch's own. Those of the parts in `direct`, by their numbers, are read
+    themselves: autograd adds to their `.grad`, and nothing of ours is there.
     """
 
     def __init__(
@@ -219,16 +230,36 @@ class Leaves:
         find: Sequence[Callable[[], nn.Parameter]],
         receive: Callable[[int, Tensor], None],
         mesh: DeviceMesh,
+        *,
+        plain: bool = False,
+        direct: Collection[int] = (),
     ) -> None:
         self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
+        self._plain, self._direct = plain, sorted(direct)
+        self._shapes = [torch.Size(self._parts[index].part.shape) for index in self._direct]
         self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
         self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
         self.heard: Collection[int] = range(len(self._parts))
 
     def read(self) -> list[Tensor]:
         """One leaf for each part, tied anew where the outer parameter's storage has changed."""
+        outers = [find() for find in self._find]
+        if list(map(_SHAPE, map(outers.__getitem__, self._direct))) != self._shapes:
+            for index in self._direct:
+                self._check(self._parts[index], outers[index])
+        if len(self._direct) == len(outers):
+            return list(outers)
         with plainly():
-            return [self._read(index, find()) for index, find in enumerate(self._find)]
+            return [
+                outer if index in self._direct else self._read(index, outer)
+                for index, outer in enumerate(outers)
+            ]
+
+    def require_no_hooks(self) -> None:
+        """Raise InputError for hooks on parameters that are read themselves."""
+        for index in self._direct:
+            if has_hooks(self._find[index]()):
+                raise _hooked(self._parts[index].target)
 
     def _read(self, index: int, outer: nn.Parameter) -> Tensor:
         tied = self._tied[index]
@@ -275,7 +306,7 @@ class Leaves:
 
     def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
         if leaf.requires_grad:
-            is_read_by_a_program(leaf)
+            is_read_by_a_program(leaf, outer)
             # Python's collector sees what a tensor's attributes hold, but not what such hooks do: by a hook
             # that held them these leaves would stay for ever. No weak reference to the parameter: torch moves
             # none that has one.
@@ -320,10 +351,13 @@ class Leaves:
         tied = self._tied[index]
         return self._full.get(index, None if tied is None else tied[2])
 
-    def _check(self, part: InputPart, outer: nn.Parameter) -> None:
-        if not isinstance(outer, DTensor):
+    def _check(self, part: InputPart, outer: Tensor) -> None:
+        laid = f"as {placements_of(part.layout)} with local shape"
+        if isinstance(outer, DTensor) == self._plain:
             found = f"a {type(outer).__name__} of shape {tuple(outer.shape)}"
-        elif outer.device_mesh != self._mesh or outer.placements != placements_of(part.layout):
+        elif isinstance(outer, DTensor) and (
+            outer.device_mesh != self._mesh or outer.placements != placements_of(part.layout)
+        ):
             found = f"a DTensor as {outer.placements} on {outer.device_mesh}"
         elif tuple(local(outer).shape) != part.part.shape:
             found = f"a local part of shape {tuple(local(outer).shape)}"
@@ -334,7 +368,7 @@ class Leaves:
         raise InputError(
             where=f"parameter {part.target}",
             found=found,
-            wanted=f"a DTensor as {placements_of(part.layout)} with local shape {part.part.shape} "
+            wanted=f"a {'tensor of shape' if self._plain else f'DTensor {laid}'} {part.part.shape} "
             f"on {self._mesh.device_type}",
             remedy="change values in place or with load_state_dict, and parallelize again for another device",
         )

@@ -346,6 +346,7 @@ class CallPrograms:
             samples=samples,
             stream=self._stream,
             local_outputs=self._running.local_outputs,
+            plain=self._tensors.are_plain,
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users

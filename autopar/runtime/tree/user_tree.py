@@ -1,4 +1,4 @@
-"""The user's own modules under a parallel module: DTensors in the place of their parameters, no other change.
+"""The user's own modules under a parallel module: a rank's parts in the place of parameters, no other change.
 
 user's code    modules, attributes, methods, hooks of the root       their own
                a call of a submodule by itself                       refused: its parameters are parts
@@ -74,6 +74,7 @@ class UserTree:
         self.own = _taken(root, _FORWARD)  # what the user has put in the place of the class's
         self.number = next(_numbers)
         self.nothing: tuple[nn.Parameter, ...] = ()
+        self.is_plain = False  # parameters are torch's own
         self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
         self._order: tuple[str, ...] = ()  # of all names, also of modules that have several; once placed
@@ -140,6 +141,7 @@ class UserTree:
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
         tree.version, tree.nothing, tree._order = self.version, self.nothing, self._order
+        tree.is_plain = self.is_plain
         tree.before, tree._old = self.before, self._old
         _trees.add(tree)
         return tree
@@ -154,6 +156,11 @@ class UserTree:
             for name, tensor in self.named_tensors()
             if isinstance(tensor, nn.Parameter) and name in self.stored
         }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, tied ones several times."""
+        held = (own_parameters(module).values() for module in self.modules)
+        return (item for item in chain.from_iterable(held) if item is not None)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
@@ -298,7 +305,7 @@ class UserTree:
             name
             for name, tensor in self.named_tensors()
             if name not in self.stored
-            or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
+            or (isinstance(tensor, nn.Parameter) and not (self.is_plain or isinstance(tensor, DTensor)))
         ]
         if new:
             raise came_later(new)
@@ -368,6 +375,11 @@ def _keeps_values(tensor: Tensor | None) -> bool:
     if type(tensor) is not Tensor or tensor is None:
         return False
     return tensor.layout is not torch.strided or (not may_learn(tensor.dtype) and tensor.dim() > 0)
+
+
+def placed_parameters() -> set[int]:
+    """The parameters of the trees alive, by id."""
+    return {id(item) for tree in _trees for item in tree.parameters()}
 
 
 def placed_trees() -> list[UserTree]:
