@@ -16,10 +16,12 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ from autopar.torch_seams.modes import without_subclass_functions
 from autopar.torch_seams.tensors import has_hooks
 
 _SHAPE = attrgetter("shape")
+_STATE = attrgetter("shape", "dtype", "requires_grad")
 _LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
@@ -186,10 +189,14 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     ranks, or shares of a sum; collective then.
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
-        if outer.grad is None:
-            outer.grad = _laid_as(outer, total)
-        else:
-            _add_to(outer, total)
+        _add_plainly(outer, total)
+
+
+def _add_plainly(outer: Any, total: Tensor) -> None:
+    if outer.grad is None:
+        outer.grad = _laid_as(outer, total)
+    else:
+        _add_to(outer, total)
 
 
 @torch.no_grad()
@@ -220,6 +227,9 @@ class Leaves:
     A part that is gathered once a step has a leaf of its own: the full copy, made by the first `read` after
     `release`, which is collective then.
 
+    Gradients of leaves that are `silent`, those of buckets, stay in them until `take`. As that of a bucket's
+    `last` leaf comes, `filled` is called with the bucket's number.
+
     With `plain` parameters are torch's own. Those of the parts in `direct`, by their numbers, are read
     themselves: autograd adds to their `.grad`, and nothing of ours is there.
     """
@@ -233,10 +243,16 @@ class Leaves:
         *,
         plain: bool = False,
         direct: Collection[int] = (),
+        silent: Collection[int] = (),
+        last: Mapping[int, int] = MappingProxyType({}),
+        filled: Callable[[int], None] | None = None,
     ) -> None:
         self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
         self._plain, self._direct = plain, sorted(direct)
+        self._silent, self._last, self.filled = silent, last, filled
         self._shapes = [torch.Size(self._parts[index].part.shape) for index in self._direct]
+        self._tied_here = [index for index in range(len(self._parts)) if index not in direct]
+        self._before: tuple[list[Tensor], list[nn.Parameter], list[Any], list[int]] = [], [], [], []
         self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
         self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
         self.heard: Collection[int] = range(len(self._parts))
@@ -249,11 +265,27 @@ class Leaves:
                 self._check(self._parts[index], outers[index])
         if len(self._direct) == len(outers):
             return list(outers)
+        if self._plain and self._are_as_before(outers):
+            return self._before[0]
         with plainly():
-            return [
+            leaves = [
                 outer if index in self._direct else self._read(index, outer)
                 for index, outer in enumerate(outers)
             ]
+        if self._plain:
+            self._before = leaves, list(outers), list(map(_STATE, outers)), list(map(Tensor.data_ptr, outers))
+        return leaves
+
+    def _are_as_before(self, outers: Sequence[nn.Parameter]) -> bool:
+        """Whether plain parameters are what they were when their leaves were tied, in the same memory."""
+        leaves, held, states, places = self._before
+        return (
+            len(leaves) == len(outers)
+            and all(map(operator.is_, outers, held))
+            and list(map(_STATE, outers)) == states
+            and list(map(Tensor.data_ptr, outers)) == places
+            and not any(map(has_hooks, map(outers.__getitem__, self._tied_here)))
+        )
 
     def require_no_hooks(self) -> None:
         """Raise InputError for hooks on parameters that are read themselves."""
@@ -264,6 +296,7 @@ class Leaves:
     def _read(self, index: int, outer: nn.Parameter) -> Tensor:
         tied = self._tied[index]
         if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
+            self._let_speak(index)
             tied = self._tied[index] = self._tie(index, outer)
         if has_hooks(outer):
             raise _hooked(self._parts[index].target)
@@ -275,7 +308,10 @@ class Leaves:
 
     def untie(self) -> None:
         """Forget the leaves, which keep storage alive."""
+        for index in self._silent:
+            self._let_speak(index)
         self._tied = [None] * len(self._parts)
+        self._before = [], [], [], []
         self.release()
 
     def has_gradient(self, index: int) -> bool:
@@ -283,8 +319,8 @@ class Leaves:
         return self._find[index]().grad is not None
 
     def deliver(self, index: int, total: Tensor) -> None:
-        """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
-        add_gradient(self._find[index](), total)
+        """Add the final local gradient of a leaf to its outer parameter's `.grad`; within `plainly`."""
+        _add_plainly(self._find[index](), total)
 
     def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
         self._check(self._parts[index], outer)
@@ -292,33 +328,55 @@ class Leaves:
             raise _exchanged(self._parts[index].target)
         values = local(outer)
         leaf = values.detach().requires_grad_(outer.requires_grad)
-        if not self._parts[index].gathers:
-            self._listen(index, leaf, outer)
+        if leaf.requires_grad and not self._parts[index].gathers:
+            self._know(leaf, outer)
+            if index not in self._silent:
+                self._listen(index, leaf, outer)
+            elif index in self._last:
+                self._tell(self._last[index], leaf)
         return outer, values, leaf
+
+    def _let_speak(self, index: int) -> None:
+        """Hear a silent leaf that another one takes the place of: a backward may still come to it."""
+        tied = self._tied[index]
+        if tied is not None and index in self._silent and tied[2].requires_grad:
+            self._listen(index, tied[2], tied[0])
 
     def _gathered(self, index: int, outer: nn.Parameter, shard: Tensor) -> Tensor:
         """The full copy of a part that is gathered once."""
         if index not in self._full:
             full = gather_once(self._parts[index], shard).requires_grad_(shard.requires_grad)
-            self._listen(index, full, outer)
+            if full.requires_grad:
+                self._know(full, outer)
+                self._listen(index, full, outer)
             self._full[index] = full
         return self._full[index]
 
+    def _know(self, leaf: Tensor, outer: nn.Parameter) -> None:
+        """Let a leaf hold these leaves: Python's collector sees what a tensor's attributes hold, but not what
+        its hooks do, by which they would stay for ever."""
+        is_read_by_a_program(leaf, outer)
+        setattr(leaf, _LEAVES, self)
+
     def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
-        if leaf.requires_grad:
-            is_read_by_a_program(leaf, outer)
-            # Python's collector sees what a tensor's attributes hold, but not what such hooks do: by a hook
-            # that held them these leaves would stay for ever. No weak reference to the parameter: torch moves
-            # none that has one.
-            setattr(leaf, _LEAVES, self)
-            mine = weakref.ref(self)
+        mine = weakref.ref(self)  # not of the parameter: torch moves none that has such a reference
 
-            def accumulated(leaf: Tensor) -> None:
-                leaves = mine()
-                assert leaves is not None
-                leaves.accumulated(index, leaf, outer)
+        def accumulated(leaf: Tensor) -> None:
+            leaves = mine()
+            assert leaves is not None
+            leaves.accumulated(index, leaf, outer)
 
-            leaf.register_post_accumulate_grad_hook(accumulated)
+        leaf.register_post_accumulate_grad_hook(accumulated)
+
+    def _tell(self, bucket: int, leaf: Tensor) -> None:
+        mine = weakref.ref(self)
+
+        def filled(_: Tensor) -> None:
+            leaves = mine()
+            assert leaves is not None and leaves.filled is not None
+            leaves.filled(bucket)
+
+        leaf.register_post_accumulate_grad_hook(filled)
 
     def accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
         if self._find[index]() is not read:
@@ -335,9 +393,19 @@ class Leaves:
         copies scattered, which is collective."""
         for index in indices:
             leaf = self._leaf(index)
-            if leaf is not None and leaf.grad is not None:
-                gradient, leaf.grad = settled(leaf.grad.detach()), None
-                yield index, scatter_once(self._parts[index], gradient)
+            if leaf is None or (gradient := leaf.grad) is None:
+                continue
+            leaf.grad = None
+            tied, part = self._tied[index], self._parts[index]
+            if tied is not None and self._find[index]() is not tied[0]:
+                raise _exchanged(part.target)
+            gradient = settled(gradient.detach() if gradient.requires_grad else gradient)
+            yield index, scatter_once(part, gradient) if part.gathers else gradient
+
+    def have_all(self, indices: Iterable[int]) -> bool:
+        """Whether each of these leaves has a gradient."""
+        leaves = [tied[2] for index in indices if (tied := self._tied[index]) is not None]
+        return all(leaf.grad is not None for leaf in leaves)
 
     def forget(self) -> None:
         """Drop the gradients that have added up in the leaves."""
@@ -378,7 +446,8 @@ def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
     """Whether the outer parameter's storage, dtype or need of a gradient differs from the leaf's."""
     now = local(outer)
     return (
-        (now is not values and now.data_ptr() != leaf.data_ptr())
+        ((now is outer or now is not values) and now.data_ptr() != leaf.data_ptr())
+        or now.shape != leaf.shape
         or now.dtype != leaf.dtype
         or outer.requires_grad != leaf.requires_grad
     )

@@ -164,7 +164,7 @@ class Agreement:
 
 
 def _written(held: Iterable[tuple[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
-    """Those of the tensors, by what they are called in messages, that have been written."""
+    """Tensors that have been written, by what messages call them."""
     return {name: tensor for name, tensor in held if name.rpartition(" ")[2] in names}
 
 

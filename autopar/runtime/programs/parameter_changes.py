@@ -103,8 +103,12 @@ class ParameterChanges:
 
         Of a part there is one reference as long as that is kept; an id would be that of a later part, too.
         """
+        held = [*self._tree.parameters()]
+        if self._tree.is_plain and not any(map(Tensor.is_inference, held)):
+            states = zip(map(Tensor.data_ptr, held), map(version_of, held), strict=True)
+            return [(None, state) for state in states]
         with without_subclass_functions():  # or a property takes thrice as long
-            pairs = [(item, local(item)) for item in self._tree.parameters()]
+            pairs = [(item, local(item)) for item in held]
             return [
                 (_reference(item, part), (part.data_ptr(), _versions(item, part))) for item, part in pairs
             ]

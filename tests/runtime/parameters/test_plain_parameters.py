@@ -35,9 +35,9 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.second(torch.tanh(self.first(x))))).pow(2).mean()
 
 
-def pair(ranks: int, **options: Any) -> tuple[Net, ParallelModule]:
+def pair(ranks: int, kind: type[Net] = Net, **options: Any) -> tuple[Net, ParallelModule]:
     torch.manual_seed(0)
-    serial, model = Net().double(), Net().double()
+    serial, model = kind().double(), kind().double()
     model.load_state_dict(serial.state_dict())
     compiler = forced_compiler(Mesh((ranks,)), ["batch"], **options)
     by_steps = "pipeline" in options
@@ -51,9 +51,14 @@ def batch() -> Tensor:
     return torch.arange(32, dtype=torch.float64).view(8, 4).sin()
 
 
+def gradient_gap_of(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.grad is not None and theirs.grad is not None
+    return float((ours.grad - theirs.grad).abs().max())
+
+
 def gradient_gap(ours: nn.Module, serial: nn.Module) -> float:
     pairs = zip(ours.parameters(), serial.parameters(), strict=True)
-    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)  # type: ignore[operator]
+    return max(gradient_gap_of(*pair) for pair in pairs)
 
 
 def _alone() -> None:
@@ -112,6 +117,66 @@ def _together(zeros: str) -> None:
 @pytest.mark.parametrize("zeros", ["none", "zeros"])
 def test_sums_of_several_ranks_come_beside_penalties(pools: Pools, zeros: str) -> None:
     pools(2).run(_together, zeros)
+
+
+class Returning(Net):
+    """Its output is a loss and a weight of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.first.bias
+
+
+def _moved(ranks: int) -> None:
+    """Gradients of a call whose parameter has got other memory since, and of one after."""
+    serial, ours = pair(ranks)
+    for net in (serial, ours):
+        earlier = net(batch())
+        for values in (torch.full((6, 6), 0.25, dtype=torch.float64), torch.ones(6, 6).double() / 3):
+            net.second.weight.data = values
+            earlier = earlier + net(batch())
+        earlier.backward()
+    assert gradient_gap(ours, serial) < EXACT
+    assert abs(float(ours(batch()) - serial(batch()))) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_data_is_given_is_read_from_then_on(pools: Pools, ranks: int) -> None:
+    pools(ranks).run(_moved, ranks)
+
+
+def _returned(ranks: int) -> None:
+    serial, ours = pair(ranks, kind=Returning)
+    for net in (serial, ours):
+        loss, bias = net(batch())
+        (2 * bias).sum().backward()
+        loss.backward()
+    assert gradient_gap_of(ours.first.bias, serial.first.bias) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_an_output_gets_its_gradient(pools: Pools, ranks: int) -> None:
+    pools(ranks).run(_returned, ranks)
+
+
+def _raised() -> None:
+    """A backward that raises leaves nothing to the next one."""
+    serial, ours = pair(2)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("in backward")
+
+    x = batch().requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in backward"):
+        ours(x).backward()
+    for net in (serial, ours):
+        net.zero_grad()
+        net(batch()).backward()
+    assert gradient_gap(ours, serial) < EXACT
+
+
+def test_what_a_backward_that_raised_has_left_is_dropped(pools: Pools) -> None:
+    pools(2).run(_raised)
 
 
 def _drawn() -> None:
