@@ -193,11 +193,11 @@ def ratios_of_two() -> list[tuple[str, str, float, float]]:
         torch.manual_seed(0)
         inputs = example()
         mine = tuple(item[dist.get_rank() :][:1] for item in inputs)
-        for way, wrap in WAYS.items():
+        for way, (wrap, pairs) in WAYS.items():
             theirs, ours = wrap(make()), _parallel(make(), inputs, way)
             for kind in list(KINDS)[1:]:
-                prepare = KINDS[kind]
-                rows.append((name, f"{kind}, {way}", *_ratio(prepare(theirs, mine), prepare(ours, inputs))))
+                both = KINDS[kind](theirs, mine), KINDS[kind](ours, inputs)
+                rows.append((name, f"{kind}, {way}", *_ratio(*both, pairs)))
     return rows
 
 
@@ -215,15 +215,18 @@ def _sharded(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": DistributedDataParallel, "FSDP2": _sharded}
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
+    "DDP": (DistributedDataParallel, PAIRS),
+    "FSDP2": (_sharded, 6),  # of which each takes longer
+}
 
 
-def _ratio(one: Callable[[], None], other: Callable[[], None]) -> tuple[float, float]:
+def _ratio(one: Callable[[], None], other: Callable[[], None], pairs: int = PAIRS) -> tuple[float, float]:
     for _ in range(WARM):
         one()
         other()
-    pairs = [(_seconds(one), _seconds(other)) for _ in range(PAIRS)]
-    return 1e3 * median(first for first, _ in pairs), median(second / first for first, second in pairs)
+    timed = [(_seconds(one), _seconds(other)) for _ in range(pairs)]
+    return 1e3 * median(first for first, _ in timed), median(second / first for first, second in timed)
 
 
 def _seconds(run: Callable[[], None]) -> float:

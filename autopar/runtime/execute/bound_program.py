@@ -80,8 +80,11 @@ class Bound:
         self._names = [item.name for item in parameters]
         self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
         members = summed(parameters)
+        self._silent = [item.index for item in members if not parameters[item.index].gathers]
         buckets = assign(members, device.type, bucket_bytes)
-        self._silent = silent = [item.index for item in members if not parameters[item.index].gathers]
+        self._together = [
+            [item.index for item in bucket.members if item.index in self._silent] for bucket in buckets
+        ]
         self._leaves = Leaves(
             parameters,
             [find(item.target) for item in parameters],
@@ -89,8 +92,8 @@ class Bound:
             mesh,
             plain=plain,
             direct=self._unsynced if plain else (),
-            silent=silent,
-            last={bucket.members[-1].index: number for number, bucket in enumerate(buckets)},
+            silent=frozenset(self._silent),
+            last={indices[-1]: number for number, indices in enumerate(self._together) if indices},
             filled=self._filled,
         )
         self._sync = GradientSync(
@@ -180,10 +183,12 @@ class Bound:
                 self._leaves.release()
 
     def _filled(self, number: int) -> None:
-        """Called inside backward as a bucket's last gradient has come: its sum may begin, if all have."""
-        indices = [member.index for member in self._sync.buckets[number].members]
-        if not self._adding and self._leaves.have_all(indices):
-            self._sync.fill(self._with_held(self._leaves.take(indices)))
+        """Called inside backward as a bucket's last gradient has come: its sum may begin, if all have, and
+        sums of buckets before it that had to wait for others."""
+        for place in () if self._adding else range(self._sync.next, number + 1):
+            if self._leaves.have_all(self._together[place]):
+                gradients = self._with_held(self._leaves.take(self._together[place]))
+                self._sync.fill(gradients, fresh=place == number)
 
     def _rest(self) -> Iterator[tuple[int, Tensor]]:
         """Gradients that are in their leaves as backward ends; none while they add up there."""

@@ -233,12 +233,11 @@ class Runner:
         if graph_task() == -1:
             if self._local is None:
                 require_values(call)
-            modes = (module.training for module in self.tree.modules)
             structure = self._local.structure(call) if self._local else ()
             whole, random = self.tensors.whole(), self._random_state()
             self._agreement.check(
                 call,
-                modes,
+                self.tree.modes(),
                 whole,
                 random=random,
                 structure=structure,

@@ -147,7 +147,7 @@ class Sums:
             for member in bucket.members
         }
         self._waiting = [len(bucket.members) for bucket in buckets]  # how many members have yet to come
-        self._next = 0  # the bucket to be launched next
+        self.next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # of those that fill a bucket, whose storage something else holds too
         self._flights: list[tuple[tuple[BucketMember, ...], Tensor, list[_Form], Callable[[], object]]] = []
@@ -170,9 +170,9 @@ class Sums:
         if len(self._buckets[number].members) == 1 and _is_shared(gradient, fresh=fresh):
             self._shared.add(index)
         self._waiting[number] -= 1
-        while self._next < len(self._buckets) and self._waiting[self._next] == 0:
-            self._launch(self._buckets[self._next])
-            self._next += 1
+        while self.next < len(self._buckets) and self._waiting[self.next] == 0:
+            self._launch(self._buckets[self.next])
+            self.next += 1
 
     def launch_rest(self) -> None:
         """Launch what has come, in buckets that are not full too."""
@@ -245,15 +245,20 @@ class GradientSync:
         """Called by a hook, inside backward, with one member's local gradient."""
         self._round().sums.add(index, gradient, fresh=True)
 
-    def fill(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        """Called by the hook of the bucket's last one, inside backward."""
+    def fill(self, gradients: Iterable[tuple[int, Tensor]], *, fresh: bool) -> None:
+        """Called inside backward with those of a bucket, `fresh` by the hook of its last one."""
         sums = self._round().sums
         for index, gradient in gradients:
-            sums.add(index, gradient, fresh=True)
+            sums.add(index, gradient, fresh=fresh)
 
     def begin(self) -> None:
         """Called inside backward before any gradient comes: they are delivered as it ends."""
         self._round()
+
+    @property
+    def next(self) -> int:
+        """Number of the bucket that is to be launched next in the backward that runs now."""
+        return self._round().sums.next
 
     def keep(self, index: int, gradient: Tensor) -> None:
         """Deliver a gradient that is not summed over ranks with the others: all in a row take half as long as

@@ -57,6 +57,8 @@ class ParameterOwner(NamedTuple):
 
 
 _FORWARD = "forward"
+_MODE = operator.attrgetter("training")
+_VALUES = operator.methodcaller("values")
 _numbers = itertools.count()
 _trees: weakref.WeakSet[UserTree] = weakref.WeakSet()
 
@@ -93,13 +95,15 @@ class UserTree:
         self.modules = tuple(named.values())
         self._paths = tuple(named)
         self._children_of = [own_children(module) for module in self.modules]
+        self._parameters_of = list(map(own_parameters, self.modules))
+        self._buffers_of = list(map(own_buffers, self.modules))
         self._children = self._present_children()
         self._kinds = list(map(type, self.modules))
         self._hooks = [getattr(module, name) for module in self.modules[1:] for name in HOOKS]
         self._hook_counts = list(map(len, self._hooks))
 
     def _present_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(operator.methodcaller("values"), self._children_of)))
+        return list(chain.from_iterable(map(_VALUES, self._children_of)))
 
     # -- placing ------------------------------------------------------------------------------------
 
@@ -159,8 +163,17 @@ class UserTree:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, tied ones several times."""
-        held = (own_parameters(module).values() for module in self.modules)
-        return (item for item in chain.from_iterable(held) if item is not None)
+        held = chain.from_iterable(map(_VALUES, self._parameters_of))
+        return (item for item in held if item is not None)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in train mode."""
+        return tuple(map(_MODE, self.modules))
+
+    def held(self) -> list[Tensor]:
+        """The parameters and buffers of this rank, tied ones several times."""
+        held = chain.from_iterable(map(_VALUES, chain(self._parameters_of, self._buffers_of)))
+        return [item for item in held if item is not None]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""

@@ -35,13 +35,18 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.second(torch.tanh(self.first(x))))).pow(2).mean()
 
 
-def pair(ranks: int, kind: type[Net] = Net, **options: Any) -> tuple[Net, ParallelModule]:
+def pair(
+    ranks: int, kind: type[Net] = Net, bucket_bytes: int | None = None, **options: Any
+) -> tuple[Net, ParallelModule]:
     torch.manual_seed(0)
     serial, model = kind().double(), kind().double()
     model.load_state_dict(serial.state_dict())
     compiler = forced_compiler(Mesh((ranks,)), ["batch"], **options)
     by_steps = "pipeline" in options
-    ours = ParallelModule(model, compiler, describe=describe, device=torch.device("cpu"), by_steps=by_steps)
+    device = torch.device("cpu")
+    ours = ParallelModule(
+        model, compiler, describe=describe, device=device, by_steps=by_steps, bucket_bytes=bucket_bytes
+    )
     ours.prepare(batch())
     assert not any(isinstance(item, DTensor) for item in ours.parameters())
     return serial, ours
@@ -177,6 +182,32 @@ def _raised() -> None:
 
 def test_what_a_backward_that_raised_has_left_is_dropped(pools: Pools) -> None:
     pools(2).run(_raised)
+
+
+def _in_buckets(micro_batches: int) -> None:
+    """Buckets of one gradient each, whose sums begin in the midst of backward."""
+    serial, ours = pair(2, bucket_bytes=1, pipeline=Pipeline(micro_batches=micro_batches))
+    for step in range(2):
+        for net in (serial, ours):
+            net.zero_grad()
+        serial(batch() + step).backward()
+        ours.train_step(batch() + step)
+        assert gradient_gap(ours, serial) < EXACT
+    serial.zero_grad()
+    ours.zero_grad()
+    with torch.no_grad():
+        ours(batch())
+    for net in (serial, ours):
+        first, second = net(batch()), net(2 * batch())  # two uses of the same leaves, three backwards
+        (first + second).backward(retain_graph=True)
+        first.backward(retain_graph=True)
+        second.backward()
+    assert gradient_gap(ours, serial) < EXACT
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sums_in_many_buckets_are_the_serial_gradients(pools: Pools, micro_batches: int) -> None:
+    pools(2).run(_in_buckets, micro_batches)
 
 
 def _drawn() -> None:
