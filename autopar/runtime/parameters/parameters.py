@@ -2,7 +2,7 @@
 
     optimizer, clipping, checkpoints          the rank's program
     nn.Parameter(DTensor) ----- one storage ----- leaf (plain, requires_grad)
-            .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on the leaf
+            .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on a bucket's last leaf
 
 Where every rank has all parameters whole, these are plain, and their gradients; one whose gradient needs no
 sum is the leaf itself. The program never sees a DTensor. Each program has leaves of its own, so that a
