@@ -32,7 +32,8 @@ from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync, assign
-from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
+from autopar.runtime.parameters.leaves import Leaves
+from autopar.runtime.parameters.parameters import local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing
 from autopar.torch_seams.autograd import graph_task
 from autopar.torch_seams.modules import own_buffers, own_children, own_parameters
