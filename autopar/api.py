@@ -4,7 +4,7 @@ trace       nn.Module -> graph of ATen operators          trace/
 annotate    measured costs of every strategy               cost/
 solve       integer program over all assignments           solve/, planning/
 rewrite     local operators and collectives of a rank      rewrite/
-run         DTensor parameters outside, local ones inside  runtime/
+run         parameters outside, local leaves inside        runtime/
 
 Their options are declared in planning/asked/options.py.
 """

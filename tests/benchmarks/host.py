@@ -3,10 +3,14 @@
 Nets of the structure of ViT-B, ResNet-50 and GPT-2 are so narrow that only Python and torch's own calls
 are timed. The eager model and autopar on one device take turns; of each pair of turns the ratio of their
 CPU seconds counts, and the median of all pairs is printed.
+
+python -m tests.benchmarks.host --two    the same on two processes, beside DistributedDataParallel, and with
+                                         weights in shards beside FSDP2
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +18,13 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.runtime.launch.launch import run_function
@@ -177,12 +184,49 @@ def ratios() -> list[tuple[str, str, float, float]]:
     return rows
 
 
-def _ratio(one: Callable[[], None], other: Callable[[], None]) -> tuple[float, float]:
+def ratios_of_two() -> list[tuple[str, str, float, float]]:
+    """The same on two ranks: milliseconds of torch's own way, and autopar's as a multiple."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for name, (make, example) in NETS.items():
+        torch.manual_seed(0)
+        inputs = example()
+        mine = tuple(item[dist.get_rank() :][:1] for item in inputs)
+        for way, (wrap, pairs) in WAYS.items():
+            theirs, ours = wrap(make()), _parallel(make(), inputs, way)
+            for kind in list(KINDS)[1:]:
+                both = KINDS[kind](theirs, mine), KINDS[kind](ours, inputs)
+                rows.append((name, f"{kind}, {way}", *_ratio(*both, pairs)))
+    return rows
+
+
+def _parallel(model: nn.Module, inputs: tuple[Tensor, ...], way: str) -> nn.Module:
+    state: Any = "weights" if way == "FSDP2" else "none"
+    cluster = autopar.ClusterSpec.local(2)
+    options = {"force": "batch", "shard_state": state, "measure": False, "quiet": True}
+    return autopar.parallelize(model, cluster, inputs, **options)
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
+    "DDP": (DistributedDataParallel, PAIRS),
+    "FSDP2": (_sharded, 6),  # of which each takes longer
+}
+
+
+def _ratio(one: Callable[[], None], other: Callable[[], None], pairs: int = PAIRS) -> tuple[float, float]:
     for _ in range(WARM):
         one()
         other()
-    pairs = [(_seconds(one), _seconds(other)) for _ in range(PAIRS)]
-    return 1e3 * median(first for first, _ in pairs), median(second / first for first, second in pairs)
+    timed = [(_seconds(one), _seconds(other)) for _ in range(pairs)]
+    return 1e3 * median(first for first, _ in timed), median(second / first for first, second in timed)
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -193,9 +237,11 @@ def _seconds(run: Callable[[], None]) -> float:
 
 def main() -> None:
     """Print a table."""
-    table = Table("net", "", "eager, ms", "autopar / eager", title="Host time of a step, one process")
-    for name, kind, eager, ratio in run_function(ratios, 1)[0]:
-        table.add_row(name, kind, f"{eager:.2f}", f"{ratio:.2f}")
+    two = "--two" in sys.argv
+    words = ("torch", "two processes") if two else ("eager", "one process")
+    table = Table("net", "", f"{words[0]}, ms", f"autopar / {words[0]}", title=f"Host time, {words[1]}")
+    for name, kind, theirs, ratio in run_function(ratios_of_two, 2)[0] if two else run_function(ratios, 1)[0]:
+        table.add_row(name, kind, f"{theirs:.2f}", f"{ratio:.2f}")
     Console().print(table)
 
 

@@ -8,7 +8,7 @@ local parts of buffers -----'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -31,8 +31,9 @@ from autopar.runtime.dtensors.global_scalars import plain_gradient
 from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.execute.unread_output import unread
-from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync
-from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
+from autopar.runtime.parameters.gradient_buckets import BucketMember, GradientSync, assign
+from autopar.runtime.parameters.leaves import Leaves
+from autopar.runtime.parameters.parameters import local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing
 from autopar.torch_seams.autograd import graph_task
 from autopar.torch_seams.modules import own_buffers, own_children, own_parameters
@@ -44,7 +45,7 @@ class Bound:
     `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes its own
     rows of the batched inputs, else the whole of them. With `local_outputs` outputs are the rank's parts;
     else those that lie in parts are made whole where they are read. Random operators draw from `stream`, or
-    from the default generator if there is none.
+    from the default generator if there is none. `plain` parameters are torch's own.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Bound:
         samples: Samples | None = None,
         stream: Stream | None = None,
         local_outputs: bool = False,
+        plain: bool = False,
     ) -> None:
         self.executable, self.samples, self._local_outputs = executable, samples, local_outputs
         self._run: Callable[..., Any] = freeing(executable.module)
@@ -78,17 +80,38 @@ class Bound:
         self._parameters = parameters = by_first_use(executable)
         self._names = [item.name for item in parameters]
         self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
-        self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
+        members = summed(parameters)
+        self._silent = [item.index for item in members if not parameters[item.index].gathers]
+        buckets = assign(members, device.type, bucket_bytes)
+        self._together = [
+            [item.index for item in bucket.members if item.index in self._silent] for bucket in buckets
+        ]
+        self._leaves = Leaves(
+            parameters,
+            [find(item.target) for item in parameters],
+            self._receive,
+            mesh,
+            plain=plain,
+            direct=self._unsynced if plain else (),
+            silent=frozenset(self._silent),
+            last={indices[-1]: number for number, indices in enumerate(self._together) if indices},
+            filled=self._filled,
+        )
+        self._sync = GradientSync(
+            members,
+            self._leaves.deliver,
+            device=device.type,
+            bucket_bytes=bucket_bytes,
+            rest=self._rest,
+        )
+        self._meets = not plain or dist.get_world_size() > 1  # where backward begins
         self._adding = self._stepping = False
         self._held: dict[int, Tensor] = {}
-        self._sync = GradientSync(
-            summed(parameters), self._leaves.deliver, device=device.type, bucket_bytes=bucket_bytes
-        )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the `tensors` of one call."""
         if graph_task() == -1:  # not a checkpoint that recomputes inside backward
-            self._sync.forget()
+            self._forget_raised()
         values: dict[str, Tensor] = dict(zip(self._names, self._leaves.read(), strict=True))
         values |= self._constants
         values |= {name: local_buffer(item, find()) for name, (item, find) in self._buffers.items()}
@@ -97,24 +120,35 @@ class Bound:
             self._leaves.release()
         with drawing_from(self._stream.next(), self._device) if self._stream else nullcontext():
             outputs = run_and_write(self.executable, self._run, values)
-        self._hear_gradients(outputs)
+        if self._meets:
+            outputs = self._hear_gradients(outputs)
         return self.executable.rebuild(
             outputs if self._local_outputs else unread(outputs, self.executable.outputs)
         )
 
-    @staticmethod
-    def _hear_gradients(outputs: Sequence[Tensor]) -> None:
-        """Have ranks meet where backward begins. A loss to which a penalty on parameters, a DTensor, is added
-        gets a DTensor as its gradient."""
+    def _forget_raised(self) -> None:
+        """Drop what a backward that raised has left behind."""
+        if self._sync.forget():
+            self._leaves.forget()
+
+    def _hear_gradients(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Have ranks meet where backward begins, and gradients be summed as it ends.
+
+        A loss to which a penalty on parameters, a DTensor, is added gets a DTensor as its gradient. A leaf
+        that is an output becomes a view, which can be heard.
+        """
         number = last_call()
 
         def hear(gradient: Tensor) -> Tensor | None:
             backward_begins(number)
+            self._sync.begin()
             return plain_gradient(gradient)
 
-        for output in outputs:
+        heard = tuple(item.view_as(item) if item.requires_grad and item.is_leaf else item for item in outputs)
+        for output in heard:
             if output.grad_fn is not None:
                 output.register_hook(hear)
+        return heard
 
     def compile(self, *, tells: bool) -> None:
         """Compile the program, at its next call."""
@@ -124,16 +158,23 @@ class Bound:
         """Let go of the parameters' storage."""
         self._leaves.untie()
 
+    def require_no_hooks(self) -> None:
+        """Raise InputError for hooks on parameters, which would be called once a micro-batch."""
+        self._leaves.require_no_hooks()
+
     @contextmanager
     def adding_up(self, *, last: bool) -> Iterator[None]:
         """Within, gradients that ranks sum only add up here, until those of the `last` backward come,
         which take them along: one sum a step, however many micro-batches. Weights that are gathered once
         are so by the first."""
         self._adding, self._stepping = not last, True
+        if last:  # what has added up, so that leaves show which gradients of this backward have come
+            self._held |= dict(self._leaves.take(self._silent))
         try:
             yield
         except BaseException:
             self._held.clear()
+            self._leaves.forget()
             last = True
             raise
         finally:
@@ -141,6 +182,24 @@ class Bound:
             if last:
                 self._stepping = False
                 self._leaves.release()
+
+    def _filled(self, number: int) -> None:
+        """Called inside backward as a bucket's last gradient has come: its sum may begin, if all have, and
+        sums of buckets before it that had to wait for others."""
+        for place in () if self._adding else range(self._sync.next, number + 1):
+            if self._leaves.have_all(self._together[place]):
+                gradients = self._with_held(self._leaves.take(self._together[place]))
+                self._sync.fill(gradients, fresh=place == number)
+
+    def _rest(self) -> Iterator[tuple[int, Tensor]]:
+        """Gradients that are in their leaves as backward ends; none while they add up there."""
+        if not self._adding:
+            yield from self._with_held(self._leaves.take(self._silent))
+            yield from ((index, self._held.pop(index)) for index in self._silent if index in self._held)
+
+    def _with_held(self, gradients: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        for index, gradient in gradients:
+            yield index, self._held.pop(index) + gradient if index in self._held else gradient
 
     def _receive(self, index: int, gradient: Tensor) -> None:
         part = self._parameters[index]

@@ -34,7 +34,8 @@ from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.failed_forward import run_and_write
 from autopar.runtime.parameters.gradient_buckets import Sums, assign
-from autopar.runtime.parameters.parameters import Leaves, local_buffer
+from autopar.runtime.parameters.leaves import Leaves
+from autopar.runtime.parameters.parameters import local_buffer
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing
 from autopar.runtime.saved.split_backward import Between

@@ -26,6 +26,7 @@ from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
 from autopar.runtime.programs.call_programs import Compile
 from autopar.runtime.tree import serial_model
+from autopar.runtime.tree.user_tree import placed_parameters
 
 runner_of: Callable[[ParallelModule], Runner] = attrgetter("_autopar")
 """What runs a parallel module: its attribute has a name that no user's model has."""
@@ -34,10 +35,11 @@ runner_of: Callable[[ParallelModule], Runner] = attrgetter("_autopar")
 class ParallelModule(nn.Module):
     """The user's module itself, of a class that runs its forward in parallel.
 
-    Classes, attributes, methods, hooks of the root and `isinstance` are the user's; parameters are DTensors;
-    `state_dict` and `load_state_dict` speak serial names and full tensors. What a trace has read may change:
-    attributes of any module, modes, modules without parameters, numbers of the loss. Modules below the root
-    can't be called by themselves. Names of the user's that this class has, too, are the user's in forward.
+    Classes, attributes, methods, hooks of the root and `isinstance` are the user's. Parameters are DTensors,
+    or plain where every rank has all of them whole; `state_dict` and `load_state_dict` speak serial names and
+    full tensors. What a trace has read may change: attributes of any module, modes, modules without
+    parameters, numbers of the loss. Modules below the root can't be called by themselves. Names of the user's
+    that this class has, too, are the user's in forward.
 
     Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
     of an input is then that of the rows that the rank passed.
@@ -57,7 +59,7 @@ class ParallelModule(nn.Module):
         if isinstance(model, ParallelModule) and not runner_of(model).tensors.is_placed:  # another try
             model.__class__ = _serial_class(type(model))
             vars(model).update(runner_of(model).tree.own)
-        serial_model.check(model)
+        serial_model.check(model, placed_parameters())
         refuse_wrappers(lambda module: isinstance(module, ParallelModule))
         kind: Any = type(model)
         model.__class__ = _parallel_class(kind)

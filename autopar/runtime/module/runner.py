@@ -1,6 +1,6 @@
 """What runs a parallel module: each call finds its program (call_programs.py) and runs it.
 
-    first call    compile the serial model -> put DTensors in the place of its parameters (placed_tensors.py)
+    first call    compile the serial model -> put a rank's parameters in their places (placed_tensors.py)
     every call    key of the call, guards of what was read -> program from the cache, or compile anew -> run
 
 Every rank makes the same calls in the same order: planning, forward, backward, `state_dict` and
@@ -233,12 +233,11 @@ class Runner:
         if graph_task() == -1:
             if self._local is None:
                 require_values(call)
-            modes = (module.training for module in self.tree.modules)
             structure = self._local.structure(call) if self._local else ()
             whole, random = self.tensors.whole(), self._random_state()
             self._agreement.check(
                 call,
-                modes,
+                self.tree.modes(),
                 whole,
                 random=random,
                 structure=structure,
@@ -322,6 +321,8 @@ class Runner:
             shorter = cast(Bound, self._program(call, step=True, place=-1))
         programs = [first if micro.share == batch[0].share else shorter for micro in batch]
         losses = []
+        if learn and len(batch) > 1:
+            first.require_no_hooks()
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
             if self._running.exact_random:
                 torch.manual_seed(mask_seed(seed, number))

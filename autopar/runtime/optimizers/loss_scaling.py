@@ -101,14 +101,14 @@ def refuse_infinite(tree: UserTree, is_half: Callable[[], bool]) -> None:
             gradients = {
                 name: item.grad
                 for name, item in known.root.named_parameters()
-                if id(item) in stepped and isinstance(item.grad, DTensor)
+                if id(item) in stepped and item.grad is not None
             }
             _require_finite(optimizer, gradients)
 
     at_steps(register_optimizer_step_pre_hook, tree, check)
 
 
-def _require_finite(optimizer: torch.optim.Optimizer, gradients: dict[str, DTensor]) -> None:
+def _require_finite(optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
     """Raise InputError where one isn't finite; where all are, the device is waited for once."""
     finite = [local(item).isfinite().all() for item in gradients.values()]
     if not finite or torch.stack(finite).all():

@@ -18,7 +18,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,19 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 from autopar.runtime.parameters.parameters import distribute, local, plainly
-from autopar.runtime.tree.user_tree import PlacedTensor
-from autopar.torch_seams.dtensors import handlers, part_of, spec_of
+from autopar.runtime.tree.user_tree import PlacedTensor, UserTree
+from autopar.torch_seams.dtensors import handlers, spec_of
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
 # What each does that stages don't allow, nor shards of unequal sizes, which DTensor doesn't flatten.
 _TOGETHER = {"LBFGS": "takes one step along all parameters"}
+
+
+class TreeOwner(Protocol):
+    """An owner of parameters, with its tree."""
+
+    tree: UserTree
 
 
 def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
@@ -59,16 +65,21 @@ def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
     at_steps(register_optimizer_step_pre_hook, owner, check)
 
 
-def step_fast(owner: object, mesh: DeviceMesh) -> None:
-    """While `owner` lives, groups of parameters on `mesh` take `foreach`, or `fused`, for each step. They do
-    where they leave `foreach` open, and `fused` if that is open too."""
+def step_fast(owner: TreeOwner) -> None:
+    """While `owner` lives, groups of its parameters take `foreach`, or `fused`, for each step. They do where
+    they leave `foreach` open, and `fused` if that is open too."""
+    alive = weakref.ref(owner)  # torch's list of hooks would keep it
 
     def choose(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if type(optimizer) not in _ELEMENTWISE:
             return
+        open_groups = [group for group in optimizer.param_groups if _is_open(group)]
+        if not open_groups or (owner := alive()) is None:
+            return
+        own = {*map(id, owner.tree.parameters()), *map(id, owner.tree.nothing)}
         closure = any((*args[1:], *kwargs.values()))  # which has yet to make the gradients
-        for group in optimizer.param_groups:
-            if _is_open(group) and all(_is_on(item, mesh) for item in group["params"]):
+        for group in open_groups:
+            if own.issuperset(map(id, group["params"])):
                 fused = group["fused"] is None and not closure and _can_fuse(optimizer, group["params"])
                 way = "fused" if fused else "foreach"
                 chosen.append((group, way))
@@ -168,7 +179,8 @@ def _part_of(value: Any, placed: PlacedTensor, mesh: DeviceMesh) -> Any:
         return value
     assert placed.part is not None
     mine = part.part.take(value.detach()).to(local(placed.part).device)
-    return distribute(part, mine.clone(memory_format=torch.contiguous_format), mesh)
+    mine = mine.clone(memory_format=torch.contiguous_format)
+    return distribute(part, mine, mesh) if isinstance(placed.part, DTensor) else mine
 
 
 _hooks: list[tuple[weakref.ref[object], RemovableHandle]] = []
@@ -203,7 +215,7 @@ def _is_uneven(parameter: DTensor) -> bool:
 # -- fused steps --------------------------------------------------------------------------------
 
 
-def _can_fuse(optimizer: torch.optim.Optimizer, parameters: Iterable[DTensor]) -> bool:
+def _can_fuse(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
     """Whether a fused step is right. Its kernels walk through all tensors of a parameter in one
     order, count Adam's steps in float32, and begin the momentum of all parameters together."""
     with plainly():
@@ -224,20 +236,21 @@ def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _alike(tensors: Iterable[Any]) -> bool:
-    """Whether these are DTensors on a CPU, in full precision, and lie in the same way without gaps."""
+    """Whether these are on a CPU, in full precision, and lie in the same way without gaps."""
     items = tuple(tensors)
-    return _lie_alike(items) and part_of(items[0]).is_cpu and part_of(items[0]).dtype in _FUSED_DTYPES
+    return _lie_alike(items) and local(items[0]).is_cpu and local(items[0]).dtype in _FUSED_DTYPES
 
 
 def _lie_alike(items: tuple[Any, ...]) -> bool:
-    """Whether these are DTensors of one dtype and device whose parts lie in the same way without gaps."""
-    if not all(isinstance(item, DTensor) for item in items):
-        return False
-    parts, placements = [part_of(item) for item in items], spec_of(items[0]).placements
+    """Whether these, all DTensors or none, are of one dtype and device and lie in the same way without
+    gaps."""
+    parts, laid = list(map(local, items)), [item for item in items if isinstance(item, DTensor)]
     dtype, device = parts[0].dtype, parts[0].device
+    ways = {spec_of(item).placements for item in laid}
     return (
-        not any(placement.is_partial() for placement in placements)
-        and all(spec_of(item).placements == placements for item in items)
+        len(laid) in (0, len(items))
+        and len(ways) <= 1
+        and not any(placement.is_partial() for way in ways for placement in way)
         and all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts)
     )
 

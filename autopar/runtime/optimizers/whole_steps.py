@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.optimizers.factored_moments import to_serial
-from autopar.runtime.optimizers.optimizers import at_steps
+from autopar.runtime.optimizers.optimizers import TreeOwner, at_steps
 from autopar.runtime.parameters.parameters import distribute, gather, local
 from autopar.runtime.tree.stored import Stored
-from autopar.runtime.tree.user_tree import UserTree
 
 _WHOLE = {"Muon", "Adafactor"}  # orthogonalise a matrix, or take norms of all, of its rows and columns
 _PARTS = {"Rprop"}  # selects elements by their signs
 _FUSED_PARTS = {"Adagrad"}  # whose kernel DTensor doesn't know
-
-
-class TreeOwner(Protocol):
-    """An owner of parameters, with its tree."""
-
-    tree: UserTree
 
 
 def step_whole(owner: TreeOwner, mesh: DeviceMesh, *, staged: bool) -> None:

@@ -1,5 +1,6 @@
-"""Keeps parameters as DTensors for the user and as local tensors for programs.
+"""Keeps parameters for the user, as DTensors where they lie in parts, and as local tensors for programs.
 
 parameters             from one to the other
+leaves                 what programs read, and where gradients come
 gradient_buckets       sums of gradients, while backward still runs
 """

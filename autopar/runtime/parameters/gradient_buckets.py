@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +147,7 @@ class Sums:
             for member in bucket.members
         }
         self._waiting = [len(bucket.members) for bucket in buckets]  # how many members have yet to come
-        self._next = 0  # the bucket to be launched next
+        self.next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # of those that fill a bucket, whose storage something else holds too
         self._flights: list[tuple[tuple[BucketMember, ...], Tensor, list[_Form], Callable[[], object]]] = []
@@ -170,9 +170,9 @@ class Sums:
         if len(self._buckets[number].members) == 1 and _is_shared(gradient, fresh=fresh):
             self._shared.add(index)
         self._waiting[number] -= 1
-        while self._next < len(self._buckets) and self._waiting[self._next] == 0:
-            self._launch(self._buckets[self._next])
-            self._next += 1
+        while self.next < len(self._buckets) and self._waiting[self.next] == 0:
+            self._launch(self._buckets[self.next])
+            self.next += 1
 
     def launch_rest(self) -> None:
         """Launch what has come, in buckets that are not full too."""
@@ -185,7 +185,8 @@ class Sums:
             arrived()
             totals = torch.split(flat, [shape.numel() for shape, _ in forms])
             for member, total, (shape, dtype) in zip(members, totals, forms, strict=True):
-                yield member.index, total.view(shape).to(dtype)
+                total = total.view(shape)
+                yield member.index, total if total.dtype is dtype else total.to(dtype)
 
     def _launch(self, bucket: Bucket) -> None:
         members = tuple(member for member in bucket.members if member.index in self._arrived)
@@ -213,11 +214,17 @@ class _Round:
     own: list[tuple[int, Tensor]] = field(default_factory=list)  # that no other rank has a share of
 
 
-class GradientSync:
-    """Takes local gradients from hooks and delivers their sums over ranks when backward ends.
+def _nothing() -> Iterable[tuple[int, Tensor]]:
+    return ()
 
-    `deliver(index, total)` is called once for each gradient, in the autograd engine's last step, on
-    the thread that called `backward`. Whatever a collective raises leaves through `backward`.
+
+class GradientSync:
+    """Takes local gradients and delivers their sums over ranks when backward ends.
+
+    One comes from a hook of its own (`add`), or those of a bucket together, as its last one has come
+    (`fill`); `rest()` gives what is left then. `deliver(index, total)` is called once for each gradient, in
+    the autograd engine's last step, on the thread that called `backward`. Whatever a collective raises leaves
+    through `backward`.
     """
 
     def __init__(
@@ -227,9 +234,10 @@ class GradientSync:
         *,
         device: str = "cpu",
         bucket_bytes: int | None = None,
+        rest: Callable[[], Iterable[tuple[int, Tensor]]] = _nothing,
     ) -> None:
         self.buckets = assign(members, device, bucket_bytes)
-        self._deliver = deliver
+        self._deliver, self._rest = deliver, rest
         self._kept: dict[Bucket, tuple[Tensor, int]] = {}
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
@@ -237,14 +245,31 @@ class GradientSync:
         """Called by a hook, inside backward, with one member's local gradient."""
         self._round().sums.add(index, gradient, fresh=True)
 
+    def fill(self, gradients: Iterable[tuple[int, Tensor]], *, fresh: bool) -> None:
+        """Called inside backward with those of a bucket, `fresh` by the hook of its last one."""
+        sums = self._round().sums
+        for index, gradient in gradients:
+            sums.add(index, gradient, fresh=fresh)
+
+    def begin(self) -> None:
+        """Called inside backward before any gradient comes: they are delivered as it ends."""
+        self._round()
+
+    @property
+    def next(self) -> int:
+        """Number of the bucket that is to be launched next in the backward that runs now."""
+        return self._round().sums.next
+
     def keep(self, index: int, gradient: Tensor) -> None:
         """Deliver a gradient that is not summed over ranks with the others: all in a row take half as long as
         one by one between operators that fill the caches."""
         self._round().own.append((index, gradient))
 
-    def forget(self) -> None:
-        """Drop what a backward that raised has left behind; called outside backward."""
+    def forget(self) -> bool:
+        """Drop what a backward that raised has left behind, outside of any; whether there was something."""
+        raised = bool(self._rounds)
         self._rounds.clear()
+        return raised
 
     def _round(self) -> _Round:
         task: int = graph_task()
@@ -266,8 +291,10 @@ class GradientSync:
 
     def _finish(self, task: int) -> None:
         current = self._rounds.pop(task)
-        current.sums.launch_rest()
         with plainly():
+            for index, gradient in self._rest():
+                current.sums.add(index, gradient, fresh=False)
+            current.sums.launch_rest()
             for index, gradient in current.own:
                 self._deliver(index, gradient)
             for index, total in current.sums.totals():

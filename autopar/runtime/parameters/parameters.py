@@ -2,10 +2,11 @@
 
     optimizer, clipping, checkpoints          the rank's program
     nn.Parameter(DTensor) ----- one storage ----- leaf (plain, requires_grad)
-            .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on the leaf
+            .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on a bucket's last leaf
 
-The program never sees a DTensor. Each program has leaves of its own, so that a backward through two
-programs cannot mix a gradient that still has to be summed with one that has been.
+Where every rank has all parameters whole, these are plain, and their gradients; one whose gradient needs no
+sum is the leaf itself. The program never sees a DTensor. Each program has leaves of its own, so that a
+backward through two programs cannot mix a gradient that still has to be summed with one that has been.
 
 A stored shard may be of one atom of a dim (every head of q, k and v). Then the DTensor speaks a
 tensor whose rows are permuted: right for optimizers and norms, which don't care, while
@@ -15,8 +16,7 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,15 +35,11 @@ from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups
-from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.placement_moves import summing_in
-from autopar.runtime.dtensors.asked_gradients import is_read_by_a_program
 from autopar.runtime.executable import InputPart
 from autopar.torch_seams.dtensors import part_of, with_part
 from autopar.torch_seams.modes import without_subclass_functions
-from autopar.torch_seams.tensors import has_hooks
 
-_LEAVES = "_autopar_leaves"  # the attribute of a leaf that keeps what hears its gradient
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
 
@@ -183,187 +179,27 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     ranks, or shares of a sum; collective then.
     """
     with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
-        if outer.grad is None:
-            outer.grad = with_part(total, outer)
-        else:
-            _add_to(outer, total)
+        add_plainly(outer, total)
+
+
+def add_plainly(outer: Any, total: Tensor) -> None:
+    """Do so within `plainly`."""
+    if outer.grad is None:
+        outer.grad = _laid_as(outer, total)
+    else:
+        _add_to(outer, total)
 
 
 @torch.no_grad()
 def _add_to(outer: Any, total: Tensor) -> None:
-    if outer.grad.placements != outer.placements:
-        outer.grad = outer.grad.redistribute(placements=outer.placements)
+    before: Any = outer.grad
+    if isinstance(outer, DTensor) and before.placements != outer.placements:
+        outer.grad = before.redistribute(placements=outer.placements)
     if local(outer.grad).is_contiguous():
         local(outer.grad).add_(total)
     else:  # elements that share memory
-        outer.grad = with_part(local(outer.grad) + total, outer)
+        outer.grad = _laid_as(outer, local(outer.grad) + total)
 
 
-# -- leaves -------------------------------------------------------------------------------------
-
-
-class Leaves:
-    """The plain local tensors that one program reads, tied to the outer parameters' storage.
-
-    `find[i]()` is the outer parameter of `parts[i]`; `receive(i, gradient)` is called inside backward
-    with the local gradient of that leaf, which no longer holds it then. Those of leaves that aren't
-    `heard`, by their numbers, add up in the leaves until `take`.
-
-    A part that is gathered once a step has a leaf of its own: the full copy, made by the first `read` after
-    `release`, which is collective then.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[InputPart],
-        find: Sequence[Callable[[], nn.Parameter]],
-        receive: Callable[[int, Tensor], None],
-        mesh: DeviceMesh,
-    ) -> None:
-        self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
-        self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
-        self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
-        self.heard: Collection[int] = range(len(self._parts))
-
-    def read(self) -> list[Tensor]:
-        """One leaf for each part, tied anew where the outer parameter's storage has changed."""
-        with plainly():
-            return [self._read(index, find()) for index, find in enumerate(self._find)]
-
-    def _read(self, index: int, outer: nn.Parameter) -> Tensor:
-        tied = self._tied[index]
-        if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
-            tied = self._tied[index] = self._tie(index, outer)
-        if has_hooks(outer):
-            raise _hooked(self._parts[index].target)
-        return self._gathered(index, outer, tied[2]) if self._parts[index].gathers else tied[2]
-
-    def release(self) -> None:
-        """Let go of full copies: the step is over, or autograd holds what it needs of them."""
-        self._full.clear()
-
-    def untie(self) -> None:
-        """Forget the leaves, which keep storage alive."""
-        self._tied = [None] * len(self._parts)
-        self.release()
-
-    def has_gradient(self, index: int) -> bool:
-        """Whether the outer parameter of a leaf has a `.grad`."""
-        return self._find[index]().grad is not None
-
-    def deliver(self, index: int, total: Tensor) -> None:
-        """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
-        add_gradient(self._find[index](), total)
-
-    def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
-        self._check(self._parts[index], outer)
-        if outer.grad_fn is not None and torch.is_grad_enabled():
-            raise _exchanged(self._parts[index].target)
-        values = local(outer)
-        leaf = values.detach().requires_grad_(outer.requires_grad)
-        if not self._parts[index].gathers:
-            self._listen(index, leaf, outer)
-        return outer, values, leaf
-
-    def _gathered(self, index: int, outer: nn.Parameter, shard: Tensor) -> Tensor:
-        """The full copy of a part that is gathered once."""
-        if index not in self._full:
-            full = gather_once(self._parts[index], shard).requires_grad_(shard.requires_grad)
-            self._listen(index, full, outer)
-            self._full[index] = full
-        return self._full[index]
-
-    def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
-        if leaf.requires_grad:
-            is_read_by_a_program(leaf)
-            # Python's collector sees what a tensor's attributes hold, but not what such hooks do: by a hook
-            # that held them these leaves would stay for ever. No weak reference to the parameter: torch moves
-            # none that has one.
-            setattr(leaf, _LEAVES, self)
-            mine = weakref.ref(self)
-
-            def accumulated(leaf: Tensor) -> None:
-                leaves = mine()
-                assert leaves is not None
-                leaves.accumulated(index, leaf, outer)
-
-            leaf.register_post_accumulate_grad_hook(accumulated)
-
-    def accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
-        if self._find[index]() is not read:
-            raise _exchanged(self._parts[index].target)
-        if index not in self.heard:
-            return
-        with plainly():
-            gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
-            self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
-
-    def take(self, indices: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """The gradients that have added up in these leaves, which no longer hold them then; those of full
-        copies scattered, which is collective."""
-        for index in indices:
-            leaf = self._leaf(index)
-            if leaf is not None and leaf.grad is not None:
-                gradient, leaf.grad = settled(leaf.grad.detach()), None
-                yield index, scatter_once(self._parts[index], gradient)
-
-    def forget(self) -> None:
-        """Drop the gradients that have added up in the leaves."""
-        for index in range(len(self._parts)):
-            leaf = self._leaf(index)
-            if leaf is not None:
-                leaf.grad = None
-
-    def _leaf(self, index: int) -> Tensor | None:
-        """The leaf of a part, as far as there is one."""
-        tied = self._tied[index]
-        return self._full.get(index, None if tied is None else tied[2])
-
-    def _check(self, part: InputPart, outer: nn.Parameter) -> None:
-        if not isinstance(outer, DTensor):
-            found = f"a {type(outer).__name__} of shape {tuple(outer.shape)}"
-        elif outer.device_mesh != self._mesh or outer.placements != placements_of(part.layout):
-            found = f"a DTensor as {outer.placements} on {outer.device_mesh}"
-        elif tuple(local(outer).shape) != part.part.shape:
-            found = f"a local part of shape {tuple(local(outer).shape)}"
-        elif local(outer).device.type != self._mesh.device_type:
-            found = f"a tensor on {local(outer).device}"
-        else:
-            return
-        raise InputError(
-            where=f"parameter {part.target}",
-            found=found,
-            wanted=f"a DTensor as {placements_of(part.layout)} with local shape {part.part.shape} "
-            f"on {self._mesh.device_type}",
-            remedy="change values in place or with load_state_dict, and parallelize again for another device",
-        )
-
-
-def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
-    """Whether the outer parameter's storage, dtype or need of a gradient differs from the leaf's."""
-    now = local(outer)
-    return (
-        (now is not values and now.data_ptr() != leaf.data_ptr())
-        or now.dtype != leaf.dtype
-        or outer.requires_grad != leaf.requires_grad
-    )
-
-
-def _exchanged(name: str) -> InputError:
-    return InputError(
-        where=f"parameter {name}",
-        found="another tensor in its place for this call alone, as by torch.func.functional_call",
-        wanted="the module's own parameter from forward to backward: gradients come into its .grad",
-        remedy="set values by parameter.data = ..., compute with the tensors inside forward, or call "
-        "under no_grad",
-    )
-
-
-def _hooked(name: str) -> InputError:
-    return InputError(
-        where=f"parameter {name}",
-        found="a hook on its gradient",
-        wanted="none: gradients arrive from this rank's program, past hooks on the parameter",
-        remedy="change .grad after backward",
-    )
+def _laid_as(outer: Tensor, gradient: Tensor) -> Tensor:
+    return with_part(gradient, outer) if isinstance(outer, DTensor) else gradient

@@ -50,6 +50,7 @@ _BATCH = (
 _GRAPH = "pass the same graph, whole, on every rank"
 _CALL = "make the same calls on all ranks, in the same modes"
 _STATE = "change it on all ranks alike, or call load_state_dict of the parallel module"
+_DRAWN = "write the same values on all ranks: seed them alike, or broadcast what one of them draws"
 _STATE_READ = "change what forward reads, and what learns, on every rank alike"
 _RANDOM = "seed all ranks alike, which exact_random needs"
 
@@ -96,10 +97,12 @@ class Agreement:
         )
         graphs = map(_graph, structure)
         free = changes.free if changes else set()
-        if compare((*parts, *(changes.parts() if changes else ()), *graphs), known, free=free):
+        told = tuple(changes.parts()) if changes else ()
+        written = _written(held, changes.written) if changes and changes.written and not known else {}
+        values = (StatementPart(name, _DRAWN, _bytes(item, whole=True)) for name, item in written.items())
+        if compare((*parts, *told, *values, *graphs), known | written, free=free):
             assert changes is not None
             changes.let_differ()
-
         if copies is not None and (self._count <= FIRST_CALLS or self._count % STRIDE == 0):
             compare_copies(copies)
 
@@ -158,6 +161,11 @@ class Agreement:
         for name, tensor in held:
             yield StatementPart(name, _STATE, _bytes(tensor, whole=whole))
         yield StatementPart("the default generator", _RANDOM, random)
+
+
+def _written(held: Iterable[tuple[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
+    """Tensors that have been written, by what messages call them."""
+    return {name: tensor for name, tensor in held if name.rpartition(" ")[2] in names}
 
 
 def _graph(named: tuple[str, bytes]) -> StatementPart:

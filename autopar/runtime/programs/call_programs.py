@@ -43,7 +43,6 @@ from autopar.runtime.programs.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.programs.structure_guard import StructureGuard
 from autopar.torch_seams.fakes import FakeTensorMode
 from autopar.torch_seams.modes import without_subclass_functions
-from autopar.torch_seams.modules import own_buffers, own_parameters
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.reads.attribute_reads import Reads, recording
@@ -56,7 +55,6 @@ COUNTS = 3  # programs that are made for an attribute that forward changes, befo
 GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
 NUMBER_TRIALS = 3  # to prove that a program is one for all values of its numbers
 _TENSOR_STATE = attrgetter("dtype", "requires_grad")
-_MODE = attrgetter("training")
 
 
 class Compile(Protocol):
@@ -346,6 +344,7 @@ class CallPrograms:
             samples=samples,
             stream=self._stream,
             local_outputs=self._running.local_outputs,
+            plain=self._tensors.are_plain,
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users
@@ -356,10 +355,8 @@ class CallPrograms:
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if not self._tensors.is_placed:
             return ()
-        held = [tensor for item in self._tensors.tree.modules for tensor in own_parameters(item).values()]
-        held += [tensor for item in self._tensors.tree.modules for tensor in own_buffers(item).values()]
         with without_subclass_functions():  # a property of a DTensor takes thrice as long in it
-            mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
+            mine = tuple(map(_TENSOR_STATE, self._tensors.tree.held()))
         structure, constants, shapes = call.key
         return (
             constants,
@@ -370,7 +367,7 @@ class CallPrograms:
             structure,
             shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(map(_MODE, self._tensors.tree.modules)),
+            self._tensors.tree.modes(),
             mine if (stages := self._tensors.states_of_stages) is None else stages,
             Autocast.now(self._running.device.type),
         )

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.optimizers.optimizers import at_steps
+from autopar.runtime.parameters.parameters import local
 from autopar.runtime.tree.user_tree import UserTree
-from autopar.torch_seams.dtensors import part_of
 from autopar.torch_seams.modes import without_subclass_functions
 from autopar.torch_seams.modules import own_parameters
 from autopar.torch_seams.tensors import version_of
@@ -36,18 +34,19 @@ _PLAIN = (int, float, bool, str, tuple, type(None))
 
 
 class ParameterChanges:
-    """Changes of the parameters in `tree`, which lie on `mesh`; steps of any parameters on such a mesh count.
+    """Changes of the parameters in `tree`, by steps and beside them.
 
     With stages ranks have different parameters, perhaps in groups of different rates: where ranks differ in
     rates at their first steps, these are compared no more (`let_differ`).
     """
 
-    def __init__(self, tree: UserTree, mesh: DeviceMesh, *, staged: bool) -> None:
-        self._tree, self._mesh, self._staged = tree, mesh, staged
+    def __init__(self, tree: UserTree, *, staged: bool) -> None:
+        self._tree, self._staged = tree, staged
         self._steps = 0
         self._rates: list[tuple[str, str, str]] = []  # of steps since the last call: optimizer, lr, options
         self._versions = self._read()
         self._first, self._compares_rates = True, True
+        self.written: tuple[str, ...] = ()  # names of what `parts` told last of as written beside steps
         mine = weakref.ref(self)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -65,10 +64,10 @@ class ParameterChanges:
         for kind, rate, options in self._rates if self._compares_rates else ():
             yield StatementPart(f"lr of {kind}", _RATES, rate.encode())
             yield StatementPart(f"options of {kind}", _RATES, options.encode())
-        written = self._written()
-        if self._staged:
-            written = ["some"] if written else []
-        text = ", ".join(written) or "none"
+        self.written = tuple(self._written())
+        text = ", ".join(self.written) or "none"
+        if self._staged and self.written:
+            text = "some"
         yield StatementPart("writes to parameters beside steps", _WRITES, text.encode())
         self._first = self._first and not self._steps
         self._steps = 0
@@ -90,30 +89,29 @@ class ParameterChanges:
         self._versions = self._read()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        held = (item for group in optimizer.param_groups for item in group["params"])
-        if not any(isinstance(item, DTensor) and item.device_mesh == self._mesh for item in held):
+        own = {*map(id, self._tree.parameters()), *map(id, self._tree.nothing)}
+        if not any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
             return
         self._steps += 1
         if len(self._rates) < KEPT:
             self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
         self._versions = self._read()
 
-    def _read(self) -> list[tuple[Any, int]]:
-        """The parts of parameters, by references, and their versions: a DTensor's counts writes to it, its
-        part's those to that.
+    def _read(self) -> list[tuple[Any, tuple[int, int]]]:
+        """The parts of DTensors, by references, and what writes change: the place in memory, and versions. A
+        DTensor's counts writes to it, its part's those to that.
 
         Of a part there is one reference as long as that is kept; an id would be that of a later part, too.
         """
-        held = [item for module in self._tree.modules for item in own_parameters(module).values()]
-        mine = [(item, part_of(item)) for item in held if type(item) is DTensor]
-        try:
-            with without_subclass_functions():  # or a property takes thrice as long
-                return [(weakref.ref(part), version_of(item) + version_of(part)) for item, part in mine]
-        except RuntimeError:  # tensors of torch.inference_mode have no versions
-            versions = (
-                0 if part.is_inference() else version_of(item) + version_of(part) for item, part in mine
-            )
-            return [(weakref.ref(part), version) for (_, part), version in zip(mine, versions, strict=True)]
+        held = [*self._tree.parameters()]
+        if self._tree.is_plain and not any(map(Tensor.is_inference, held)):
+            states = zip(map(Tensor.data_ptr, held), map(version_of, held), strict=True)
+            return [(None, state) for state in states]
+        with without_subclass_functions():  # or a property takes thrice as long
+            pairs = [(item, local(item)) for item in held]
+            return [
+                (_reference(item, part), (part.data_ptr(), _versions(item, part))) for item, part in pairs
+            ]
 
     def _written(self) -> list[str]:
         """Names of parameters that were written beside steps; with stages one of them may be converted by
@@ -133,8 +131,17 @@ class ParameterChanges:
             f"{path}.{name}".lstrip(".")
             for path, module in self._tree.root.named_modules()
             for name, item in own_parameters(module).items()
-            if type(item) is DTensor
+            if item is not None
         ]
+
+
+def _reference(item: Tensor, part: Tensor) -> weakref.ref[Tensor] | None:
+    return None if part is item else weakref.ref(part)
+
+
+def _versions(item: Tensor, part: Tensor) -> int:
+    """The versions of both; tensors of torch.inference_mode have none."""
+    return 0 if part.is_inference() else version_of(item) + version_of(part)
 
 
 def _options(groups: list[dict[str, Any]]) -> tuple[str, str]:

@@ -48,7 +48,7 @@ from autopar.runtime.parameters.parameters import (
 from autopar.runtime.programs.parameter_changes import ParameterChanges
 from autopar.runtime.tree import serial_model
 from autopar.runtime.tree.stored import SerialOrder, Stored, chunk_of, out_of_order
-from autopar.runtime.tree.user_tree import UserTree, came_later
+from autopar.runtime.tree.user_tree import UserTree, came_later, placed_parameters
 from autopar.trace.values.structure import parts_of
 
 
@@ -73,8 +73,9 @@ class PlacedTensors:
         self.pipeline = Pipeline()
         self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
-        self.changes: ParameterChanges | None = None  # once they are placed
+        self.changes: ParameterChanges | None = None  # once they are placed, of several ranks
         self.has_copies = False  # on some ranks, but not whole on all
+        self.are_plain = False  # parameters: torch's own, since each rank has them whole
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
     @property
@@ -107,18 +108,28 @@ class PlacedTensors:
             refuse_torch_clipping(mesh)
             share_infinities(mesh)
         self.has_copies = any(map(self._is_shared, self._parts.values()))
-        serial_model.check_plain(self.tree.root)
+        self.are_plain = self.tree.is_plain = self._can_be_plain()
+        serial_model.check_plain(self.tree.root, placed_parameters())
         placed = self.tree.place(self._store)
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
         take_over(self, parameters, mesh, self.nothing, tell=self._tells)
         self.tree.retire()
-        numbers = any(not item.spec.shape for item in self._parts.values())
-        read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
-        self._take_plain_tensors(self, mesh)
+        if any(isinstance(item.part, DTensor) for item in placed):
+            numbers = any(not item.spec.shape for item in self._parts.values())
+            read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
+            self._take_plain_tensors(self, mesh)
         self.look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
         return mesh
+
+    def _can_be_plain(self) -> bool:
+        """Whether parameters can be torch's own: each rank has all of them whole, and what a user computes
+        beside them from the same whole batch."""
+        if self.pipeline.is_staged or (self._of_samples and dist.get_world_size() > 1):
+            return False
+        parameters = [item for item in self._parts.values() if item.kind is InputKind.PARAMETER]
+        return not any(isinstance(each, Shard) for item in parameters for each in item.layout)
 
     def note(self, made: Executable | StagedExecutable) -> None:
         """Look at gradients from now on if this program, which learns, computes in float16."""
@@ -126,12 +137,14 @@ class PlacedTensors:
 
     def look_at_steps(self, mesh: DeviceMesh) -> None:
         """Let optimizers step these parameters in the way that is right and fast, or be refused."""
-        refuse_together(self, mesh, staged=self.pipeline.is_staged)
         is_half = self._is_half
         refuse_infinite(self.tree, lambda: is_half[0])
-        step_whole(self, mesh, staged=self.pipeline.is_staged)
-        step_fast(self, mesh)
-        self.changes = ParameterChanges(self.tree, mesh, staged=self.pipeline.is_staged)
+        step_fast(self)
+        if not self.are_plain:
+            refuse_together(self, mesh, staged=self.pipeline.is_staged)
+            step_whole(self, mesh, staged=self.pipeline.is_staged)
+        if dist.get_world_size() > 1:
+            self.changes = ParameterChanges(self.tree, staged=self.pipeline.is_staged)
 
     def _take_plain_tensors(self, owner: PlacedTensors, mesh: DeviceMesh) -> None:
         """Let parameters meet plain tensors outside of the program while `owner` lives."""
@@ -173,13 +186,17 @@ class PlacedTensors:
             return mine, stored
         mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
-            outer = nn.Parameter(distribute(part, mine, self._mesh[1]), requires_grad=full.requires_grad)
+            outer = nn.Parameter(self._laid(part, mine), requires_grad=full.requires_grad)
             if full.grad is not None and not full.is_meta:  # of steps before parallelize
                 gradient = part.part.take(full.grad.detach()).to(self._device)
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-                outer.grad = distribute(part, gradient, self._mesh[1])
+                outer.grad = self._laid(part, gradient.clone(memory_format=torch.contiguous_format))
             return outer, stored
         return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
+
+    def _laid(self, part: InputPart, mine: Tensor) -> Tensor:
+        """What a user has of a parameter, of which this rank has `mine`."""
+        assert self._mesh is not None
+        return mine if self.are_plain else distribute(part, mine, self._mesh[1])
 
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
@@ -255,7 +272,8 @@ class PlacedTensors:
         if self._held is not None:
             vars(twin).update(_held=RankStates(self._device))
         if self._mesh is not None:
-            self._take_plain_tensors(twin, self._mesh[1])
+            if any(isinstance(item, DTensor) for _, item in tree.named_tensors()):
+                self._take_plain_tensors(twin, self._mesh[1])
             twin.look_at_steps(self._mesh[1])
         return twin
 

@@ -1,6 +1,6 @@
 """The user's tree of modules: how it lies while it is trained, and what of it can't be.
 
-user_tree          its modules, with DTensors in the place of their parameters
+user_tree          its modules, with a rank's parameters in their places
 stored             how these lie, and state dicts in serial order
 old_parameters     those that were there before, refused where they are used
 serial_model       the user's model, without its memory

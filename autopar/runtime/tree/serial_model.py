@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,11 @@ def _wrappers() -> Iterator[tuple[type, str]]:
             yield getattr(sys.modules[module], name), shown
 
 
-def check(model: nn.Module) -> None:
-    """Raise InputError naming everything on the model that a traced program would silently drop."""
+def check(model: nn.Module, others: Container[int] = ()) -> None:
+    """Raise InputError naming everything on the model that a traced program would silently drop.
+
+    `others` are parameters of parallel models, by id.
+    """
     if not isinstance(model, nn.Module):
         _refuse(
             [cut_text(f"{model!r}, a {type(model).__name__}", 120)], "an nn.Module", "pass the model itself"
@@ -69,7 +72,7 @@ def check(model: nn.Module) -> None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             remedy += f"; {_SCRIPTED}"
         _refuse(wrapped[:3] + ([f"{len(wrapped) - 3} more"] if wrapped[3:] else []), "a plain model", remedy)
-    check_plain(model)
+    check_plain(model, others)
     forget_made_weights(model)
     _check_made_parameters(model)
     hooks = [*_module_hooks(model), *_parameter_hooks(model)]
@@ -113,10 +116,12 @@ def forget_made_weights(model: nn.Module) -> None:
                 vars(module)[hook.name] = made.detach()
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raise InputError for a model whose parameters are another parallel model's."""
+def check_plain(model: nn.Module, others: Container[int] = ()) -> None:
+    """Raise InputError for a model whose parameters are another parallel model's, or lie in parts."""
     parallel = [
-        f"{name} is a DTensor" for name, tensor in model.named_parameters() if isinstance(tensor, DTensor)
+        f"{name} is {'a DTensor' if isinstance(tensor, DTensor) else 'of a parallel model'}"
+        for name, tensor in model.named_parameters()
+        if id(tensor) in others or isinstance(tensor, DTensor)
     ]
     if parallel:
         _refuse(

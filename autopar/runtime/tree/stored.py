@@ -192,17 +192,19 @@ class FullState:
             held = own_parameters(module).get(name, own_buffers(module).get(name))
             if held is None:
                 state.pop(prefix + name, None)  # another stage's
-            elif isinstance(value, Tensor) and isinstance(held, DTensor):
+            elif isinstance(value, Tensor) and (isinstance(held, DTensor) or isinstance(value, DTensor)):
                 state[prefix + name] = _taken(value, stored, held, prefix + name)
 
 
-def _taken(value: Tensor, stored: Stored, held: DTensor, name: str) -> Tensor:
+def _taken(value: Tensor, stored: Stored, held: Tensor, name: str) -> Tensor:
     """Part of a loaded value for this rank. A value of another shape is returned as it is, for nn.Module to
     refuse."""
     if isinstance(value, DTensor):
         check_mesh(value, stored, held, name)
     if tuple(value.shape) != stored.part.spec.shape:
         return value
+    if not isinstance(held, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         is_serial = value.device_mesh == stored.serial.mesh
         return stored.from_serial_order(value, held.device_mesh) if is_serial else value
@@ -211,9 +213,10 @@ def _taken(value: Tensor, stored: Stored, held: DTensor, name: str) -> Tensor:
         return with_part(mine, held)
 
 
-def check_mesh(value: DTensor, stored: Stored, held: DTensor, name: str) -> None:
+def check_mesh(value: DTensor, stored: Stored, held: Tensor, name: str) -> None:
     """Raise InputError for a DTensor that another plan or another library has laid."""
-    if value.device_mesh not in (held.device_mesh, stored.serial.mesh):
+    own = held.device_mesh if isinstance(held, DTensor) else stored.serial.mesh
+    if value.device_mesh not in (own, stored.serial.mesh):
         raise InputError(
             where=f"loading {name}",
             found=f"a DTensor of another mesh, of {' x '.join(map(str, value.device_mesh.shape))} devices",

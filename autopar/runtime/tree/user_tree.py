@@ -1,4 +1,4 @@
-"""The user's own modules under a parallel module: DTensors in the place of their parameters, no other change.
+"""The user's own modules under a parallel module: a rank's parts in the place of parameters, no other change.
 
 user's code    modules, attributes, methods, hooks of the root       their own
                a call of a submodule by itself                       refused: its parameters are parts
@@ -57,6 +57,8 @@ class ParameterOwner(NamedTuple):
 
 
 _FORWARD = "forward"
+_MODE = operator.attrgetter("training")
+_VALUES = operator.methodcaller("values")
 _numbers = itertools.count()
 _trees: weakref.WeakSet[UserTree] = weakref.WeakSet()
 
@@ -74,6 +76,7 @@ class UserTree:
         self.own = _taken(root, _FORWARD)  # what the user has put in the place of the class's
         self.number = next(_numbers)
         self.nothing: tuple[nn.Parameter, ...] = ()
+        self.is_plain = False  # parameters are torch's own
         self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
         self._order: tuple[str, ...] = ()  # of all names, also of modules that have several; once placed
@@ -92,13 +95,15 @@ class UserTree:
         self.modules = tuple(named.values())
         self._paths = tuple(named)
         self._children_of = [own_children(module) for module in self.modules]
+        self._parameters_of = list(map(own_parameters, self.modules))
+        self._buffers_of = list(map(own_buffers, self.modules))
         self._children = self._present_children()
         self._kinds = list(map(type, self.modules))
         self._hooks = [getattr(module, name) for module in self.modules[1:] for name in HOOKS]
         self._hook_counts = list(map(len, self._hooks))
 
     def _present_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(operator.methodcaller("values"), self._children_of)))
+        return list(chain.from_iterable(map(_VALUES, self._children_of)))
 
     # -- placing ------------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class UserTree:
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
         tree.version, tree.nothing, tree._order = self.version, self.nothing, self._order
+        tree.is_plain = self.is_plain
         tree.before, tree._old = self.before, self._old
         _trees.add(tree)
         return tree
@@ -154,6 +160,20 @@ class UserTree:
             for name, tensor in self.named_tensors()
             if isinstance(tensor, nn.Parameter) and name in self.stored
         }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, tied ones several times."""
+        held = chain.from_iterable(map(_VALUES, self._parameters_of))
+        return (item for item in held if item is not None)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in train mode."""
+        return tuple(map(_MODE, self.modules))
+
+    def held(self) -> list[Tensor]:
+        """The parameters and buffers of this rank, tied ones several times."""
+        held = chain.from_iterable(map(_VALUES, chain(self._parameters_of, self._buffers_of)))
+        return [item for item in held if item is not None]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
@@ -298,7 +318,7 @@ class UserTree:
             name
             for name, tensor in self.named_tensors()
             if name not in self.stored
-            or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
+            or (isinstance(tensor, nn.Parameter) and not (self.is_plain or isinstance(tensor, DTensor)))
         ]
         if new:
             raise came_later(new)
@@ -368,6 +388,11 @@ def _keeps_values(tensor: Tensor | None) -> bool:
     if type(tensor) is not Tensor or tensor is None:
         return False
     return tensor.layout is not torch.strided or (not may_learn(tensor.dtype) and tensor.dim() > 0)
+
+
+def placed_parameters() -> set[int]:
+    """The parameters of the trees alive, by id."""
+    return {id(item) for tree in _trees for item in tree.parameters()}
 
 
 def placed_trees() -> list[UserTree]:

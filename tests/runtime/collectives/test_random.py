@@ -16,6 +16,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives.random import Stream, drawing_from
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.parameters import local
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 
@@ -57,11 +58,9 @@ def _parted(kind: str) -> list[Tensor]:
         output = ours(torch.ones(8, 16))
         output.sum().backward()
         outputs.append(output.detach())
-    whole = [
-        parameter for parameter in ours.parameters() if not any(p.is_shard() for p in parameter.placements)
-    ]
+    whole = [parameter for parameter in ours.parameters() if local(parameter).shape == parameter.shape]
     assert all(alike(output) for output in outputs)
-    assert all(alike(parameter.grad._local_tensor) for parameter in whole)
+    assert all(alike(local(parameter.grad)) for parameter in whole)
     return outputs
 
 

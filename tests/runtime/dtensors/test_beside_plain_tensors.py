@@ -22,6 +22,7 @@ from autopar.runtime.dtensors.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
+from tests.whole_tensors import full_of
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
 Y = torch.tensor([0, 1, 2, 1])
@@ -88,7 +89,7 @@ def _losses(kinds: list[str]) -> None:
             loss(net).backward()
         assert abs(loss(ours).item() - loss(theirs).item()) < 1e-12
         for mine, full in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert (mine.grad.full_tensor() - full.grad).abs().max() < 1e-12, loss
+            assert (full_of(mine.grad) - full.grad).abs().max() < 1e-12, loss
 
 
 @torch.no_grad()
@@ -104,7 +105,7 @@ def _in_place(kinds: list[str]) -> None:
         torch._foreach_lerp_([shadow], [net.inner.weight], 0.5)
     assert gap(ours, theirs) < 1e-12
     assert (shadows[id(ours)] - shadows[id(theirs)]).abs().max() < 1e-12
-    assert torch.equal(torch.histc(ours.inner.weight, 5).full_tensor(), torch.histc(theirs.inner.weight, 5))
+    assert torch.equal(full_of(torch.histc(ours.inner.weight, 5)), torch.histc(theirs.inner.weight, 5))
     assert f"{ours.inner.weight.mean():.6f}" == f"{theirs.inner.weight.mean():.6f}"
 
 

@@ -23,6 +23,7 @@ from autopar.runtime.dtensors.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
+from tests.whole_tensors import full_of
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
 START = torch.linspace(0, 1, 48, dtype=torch.float64).reshape(8, 6)
@@ -146,7 +147,7 @@ def _with_gradients() -> None:
         torch._foreach_mul_([rows[1:3], rows[2]], 2.0)
     for name in ("weight", "bias"):
         mine, full = (getattr(net.inner, name).grad for net in (ours, theirs))
-        assert (mine.full_tensor() - full).abs().max() < 1e-12, name
+        assert (full_of(mine) - full).abs().max() < 1e-12, name
 
 
 def _penalties(kinds: list[str]) -> None:
@@ -160,7 +161,7 @@ def _penalties(kinds: list[str]) -> None:
             for name, full in getattr(theirs, layer).named_parameters():
                 mine = getattr(ours, layer).get_parameter(name).grad
                 assert (mine is None) == (full.grad is None)
-                assert full.grad is None or (mine.full_tensor() - full.grad).abs().max() < 1e-12, loss
+                assert full.grad is None or (full_of(mine) - full.grad).abs().max() < 1e-12, loss
 
 
 def _from_unequal_seeds() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
@@ -25,6 +24,7 @@ from autopar.runtime.execute.bound_program import Bound
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 EXACT = 1e-12  # sums in another order, float64
@@ -90,7 +90,7 @@ def learn(model: nn.Module, data: Sequence[Tensor], count: int) -> Tensor:
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:
-    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    ours = full_of(ours)
     return float((ours.detach() - theirs.detach()).abs().max())
 
 

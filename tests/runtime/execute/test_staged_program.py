@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
@@ -46,6 +45,7 @@ from autopar.trace.micro_batches import mask_seed
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 from tests.targets import conjugates
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def step(model: ParallelModule, *tensors: Tensor, seed: int) -> Tensor:
 def gap(ours: Any, theirs: Any) -> float:
     """The largest difference between two state dicts with the same keys, or two tensors."""
     if isinstance(theirs, Tensor):
-        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        ours = full_of(ours)
         return float((ours.detach() - theirs.detach()).abs().max())
     assert list(ours) == list(theirs)
     return max(gap(ours[name], theirs[name]) for name in theirs)

@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.core.mesh import Mesh
@@ -29,6 +28,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def prepared(plan: str, **options: Any) -> tuple[Net, ParallelModule]:
 def gap(ours: Any, theirs: Any) -> float:
     """The largest difference between two state dicts with the same keys, or two tensors."""
     if isinstance(theirs, Tensor):
-        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        ours = full_of(ours)
         return float((ours.detach() - theirs.detach()).abs().max())
     assert list(ours) == list(theirs)
     return max(gap(ours[name], theirs[name]) for name in theirs)
@@ -202,11 +202,11 @@ def _kept_gradient(plan: str) -> None:
     _, ours = prepared(plan)
     ours(*batch(seed=1)).backward()
     kept = [item.grad for item in ours.parameters() if item.grad is not None]
-    values = [item.full_tensor().clone() for item in kept]
+    values = [full_of(item).clone() for item in kept]
     for _ in range(2):
         ours.zero_grad()
         ours(*batch(seed=2)).backward()
-    assert all(torch.equal(item.full_tensor(), value) for item, value in zip(kept, values, strict=True))
+    assert all(torch.equal(full_of(item), value) for item, value in zip(kept, values, strict=True))
 
 
 @two_plans
@@ -500,16 +500,21 @@ def test_hooks_on_the_parallel_module_run_and_those_on_parameters_are_refused(po
 
 
 def _replaced(plan: str) -> None:
-    _, ours = prepared(plan)
-    ours.up.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.float64))
-    with pytest.raises(
-        InputError, match=r"parameter up.weight: found a Parameter of shape \(8, 4\), wanted a DTensor"
-    ):
+    serial, ours = prepared(plan)
+    found, wanted = (r"Parameter of shape \(8, 4\)", "DTensor") if plan == "filter" else ("local", "tensor")
+    shape = (8, 4) if plan == "filter" else (4, 4)
+    ours.up.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    with pytest.raises(InputError, match=rf"parameter up.weight: found a {found}.*, wanted a {wanted}"):
         ours(*batch())
+    if plan != "filter":
+        for net in (serial, ours):
+            net.up.weight = nn.Parameter(torch.full((8, 4), 0.5, dtype=torch.float64))
+        assert gap(ours(*batch()), serial(*batch())) < EXACT
 
 
-def test_a_replaced_parameter_is_refused_by_name(pools: Pools) -> None:
-    on_ranks(pools, "batch", _replaced)
+@pytest.mark.parametrize("plan", ["batch", "filter"])
+def test_a_replaced_parameter_is_refused_by_name_where_it_lies_otherwise(pools: Pools, plan: str) -> None:
+    on_ranks(pools, plan, _replaced)
 
 
 def _autocast(plan: str) -> None:

@@ -20,6 +20,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optimizers.optimizers import _hooks, at_steps
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 EXACT = 1e-12  # sums in another order, float64
@@ -164,7 +165,7 @@ def _unlike_placements() -> None:
         gradient = distribute_tensor(slope, mesh, placements)
         moments = [distribute_tensor(zeros, mesh, [Shard(0)]) for _ in range(2)]
         torch._fused_adam_([ours], [gradient], [moments[0]], [moments[1]], [], [torch.ones(())], **options)
-        assert torch.equal(ours.full_tensor(), serial)
+        assert torch.equal(full_of(ours), serial)
 
 
 def test_fused_adam_goes_torch_s_way_where_a_gradient_lies_otherwise(pools: Pools) -> None:

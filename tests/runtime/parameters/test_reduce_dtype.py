@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.collectives import transport
 from tests.pool import Pool
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 WIDTH = 24
@@ -66,7 +67,7 @@ def _gradients(options: dict[str, Any]) -> tuple[dict[str, int], float]:
     found = {name: item.grad for name, item in ours.named_parameters() if item.numel()}
     assert all(item.dtype == torch.float32 for item in found.values())
     gaps = [
-        float((found[name].full_tensor() - each).abs().max() / each.abs().max())
+        float((full_of(found[name]) - each).abs().max() / each.abs().max())
         for name, each in wanted.items()
         if name in found and found[name] is not None
     ]

@@ -17,6 +17,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.parameters import local
 from autopar.runtime.programs.agreement import STRIDE, Agreement
 from autopar.trace.call.call_signature import flatten_arguments
 from tests.pool import Pool
@@ -92,7 +93,7 @@ def _no_gradients(ours: ParallelModule) -> None:
 
 def _other_weight(ours: ParallelModule) -> None:
     with torch.no_grad():
-        dict(ours.named_parameters())["second.bias"]._local_tensor.add_(dist.get_rank())  # type: ignore[attr-defined]
+        local(dict(ours.named_parameters())["second.bias"]).add_(dist.get_rank())
     ours(*batch())
 
 

@@ -17,6 +17,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.parameters import local
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 
@@ -111,7 +112,7 @@ def a_write(training: Training, x: Tensor, y: Tensor) -> bool:
 
 @torch.no_grad()
 def a_write_to_its_part(training: Training, x: Tensor, y: Tensor) -> bool:
-    training.model.second.bias.to_local().mul_(3)
+    local(training.model.second.bias).mul_(3)
     return False
 
 

@@ -22,6 +22,7 @@ from tests.trace.graph_nets import (
     adjacency,
     edges,
 )
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 EXACT = 1e-12
@@ -80,7 +81,7 @@ def held() -> tuple[float, float, int]:
     loss, wanted = parallel(x), serial(x)
     loss.backward()
     wanted.backward()
-    whole = parallel.layer.linear.weight.grad.full_tensor()
+    whole = full_of(parallel.layer.linear.weight.grad)
     gap = float((whole - serial.layer.linear.weight.grad).abs().max())
     for each in (parallel, serial):
         each.edge_index[1, :9] = 7
@@ -127,7 +128,7 @@ def sparse() -> tuple[float, float, list[int], bool]:
     )
     parallel(x, matrix).square().sum().backward()
     serial(x, matrix).square().sum().backward()
-    found, wanted = parallel.linear.weight.grad.full_tensor(), serial.linear.weight.grad
+    found, wanted = full_of(parallel.linear.weight.grad), serial.linear.weight.grad
     programs = [len(parallel._autopar._programs)]
     for each in (parallel, serial):
         each.matrix._values().mul_(2)
