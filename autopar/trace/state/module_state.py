@@ -284,7 +284,7 @@ def check_cached(
 
     What is made of constants doesn't, nor what is made of buffers that no state dict has and forward keeps.
     """
-    makers = {result: operator for operator in graph.operators for result in operator.results if result}
+    makers = graph.makers()
     unsaved, written = _unsaved(model), dict(graph.writes)
     buffers = (item for item in graph.inputs if item.kind is InputKind.BUFFER)
     kept = {item.name for item in buffers if unsaved.issuperset((item.target, *item.aliases))}
