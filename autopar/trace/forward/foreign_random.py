@@ -263,4 +263,4 @@ class _DrawSearch:
 
 
 def _is_forward(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == "autopar.trace.export" and frame.f_code.co_name == "forward"
+    return frame.f_globals.get("__name__") == "autopar.trace.flat_model" and frame.f_code.co_name == "forward"
