@@ -1,6 +1,6 @@
-"""A model as a function of flat tensors to flat tensors, as torch.export takes it, and what is seen of it.
+"""A model as a function of flat tensors to flat tensors, as torch.export takes it.
 
-The loss comes inside. What forward leaves in the model, or outside, is undone, and told beside its tensors.
+The loss is inside. What forward leaves in the model, or outside, is undone, and told beside its tensors.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ class NeighbourSums:
         self.uses = editor.graph.consumers()
 
     def write(self, placed: RowPlacement) -> str | None:
-        """Write the sum of rows as a product, None if others use the rows, or they are none that are
-        picked."""
+        """Write the sum of rows as a product; None if other operators use the rows, or these aren't picked."""
         specs, dim = self.editor.specs, placed.dim
         messages = specs[placed.source]
         weight, picked = self.weighted(placed)
