@@ -61,7 +61,7 @@ class _HeadWriter:
         return called(item, given | told)
 
     def _fit(self, key: str, value: str) -> bool:
-        """Whether fused kernels take these."""
+        """Whether fused kernels take keys and values of these shapes."""
         keys, values = self._shape(key), self._shape(value)
         return keys[-3] == values[-3] and keys[-1] == values[-1] <= WIDEST_HEAD
 

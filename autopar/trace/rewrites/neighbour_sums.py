@@ -35,7 +35,7 @@ class NeighbourSums:
         self.uses = editor.graph.consumers()
 
     def write(self, placed: RowPlacement) -> str | None:
-        """Write the sum of rows as a product; None if other operators use the rows, or these aren't picked."""
+        """Write the sum of rows as a product; None if others use the rows, or these aren't picked."""
         specs, dim = self.editor.specs, placed.dim
         messages = specs[placed.source]
         weight, picked = self.weighted(placed)

@@ -120,7 +120,7 @@ class _Unsorting:
         self.marks |= {name: mark for name in names if name}
 
     def into_nothing(self, given: Sequence[SortingRelation | None]) -> list[SortingRelation | None]:
-        """Without the marks of tensors that are only as long as the rows."""
+        """Marks without those of tensors that are only as long as the rows."""
         return [None if mark and mark.order is Order.NOTHING else mark for mark in given]
 
     def returns(self, item: Operator) -> bool:
@@ -145,7 +145,7 @@ class _Unsorting:
     # -- the graph without them -----------------------------------------------------------------------
 
     def unsort(self) -> None:
-        """Write an operator as it is where its rows aren't sorted."""
+        """Write the operator for rows at their own places where they were sorted."""
         item = self.editor.item
         given = [self.marks.get(name) for name in item.operands]
         sorts = {mark.by for mark in given if mark and mark.order is Order.ROWS} & self.grouped
