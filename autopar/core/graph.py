@@ -148,6 +148,10 @@ class Graph:
                 uses[name].append((operator, position))
         return uses
 
+    def makers(self) -> dict[str, Operator]:
+        """The operator that gives each tensor, but for inputs."""
+        return {name: item for item in self.operators for name in item.results if name}
+
     @property
     def cast_weights(self) -> frozenset[str]:
         """Names of casts of weights to fewer bits; their gradients are summed in the weights' own dtype."""

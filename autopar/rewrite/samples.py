@@ -67,7 +67,7 @@ def _are_alike(
 
 def _same_vertices(graph: Graph, dims: Dims) -> Iterator[tuple[Atom, Atom]]:
     """Components of dim 0 at both ends of edges, where these may be one dim."""
-    makers = {name: item for item in graph.operators for name in item.results if name is not None}
+    makers = graph.makers()
     for item in graph.operators:
         result = item.results[0]
         if result is None or item.target not in (PRODUCT, PLACE):

@@ -78,7 +78,7 @@ def functional(
 def _differentiable(
     name: str, setup: Callable[..., None] | None, slope: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What the operator does above its kernel. torch's own `register_autograd` looks through the schema at
+    """Make the autograd kernel of an operator. torch's own `register_autograd` looks through the schema at
     each call for arguments that were left out, of which these operators have none: 0.1 ms for ten of them."""
     overload = operator(name)
 

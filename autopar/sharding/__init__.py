@@ -15,6 +15,7 @@ sparse_blocks         the block of a sparse matrix that a rank has
 statistics            moments over sharded dims
 made_constants        what a forward makes of numbers alone
 sample_independence   whether samples go through a graph independently
+sample_values         what is known of a tensor with regard to the samples
 sample_dims           which dims of inputs hold the samples
 sorted_rows           rows in an order that depends on them, as mixtures of experts compute
 """

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.made_constants import made_constants
-from autopar.sharding.sample_independence import Role, SampleFlow
+from autopar.sharding.sample_independence import SampleFlow
+from autopar.sharding.sample_values import Role
 
 
 def find_batch(graph: Graph, dims: Dims) -> tuple[SampleFlow | None, str | None]:

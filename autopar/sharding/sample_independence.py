@@ -15,8 +15,7 @@ kept, class weights, masks): whoever knows the count of the whole batch can weig
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,51 +30,12 @@ from autopar.sharding.equation import Kind
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
+from autopar.sharding.sample_values import TAKEN, Role, SampleValue, Scale
 from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelation
 from autopar.sharding.strategies import options_of
 from autopar.torch_seams.schemas import schema_of
 
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
-
-
-class Role(Enum):
-    """Role of a tensor with regard to the batch's samples."""
-
-    WHOLE = "the same whatever the samples"
-    FIXED = "as many rows as samples, which stay when fewer samples come"
-    ROWS = "a row for each sample"
-    SORTED = "rows of all samples, each of its own, in an order that depends on them"
-    SUM = "a sum over samples"
-    MEAN = "a mean over samples"
-    BENT = "of all samples, and no sum or mean of them"
-    MIXED = "rows that depend on other samples"
-
-
-_TAKEN = (Role.SUM, Role.MEAN, Role.BENT)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """An operator that divides a sum over samples by what the inputs count to, or multiplies it.
-
-    `count` is the tensor that says how much; None for a mean over labels, whose count is inside.
-    """
-
-    operator: str
-    count: str | None
-    multiplies: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SampleValue:
-    """Knowledge of a tensor: its role, the operator that took samples together, whether inputs alone make it,
-    the scale that is still to be applied where its own is a part's, and its relation to sorted rows."""
-
-    role: Role
-    by: Operator | None = None
-    given: bool = False
-    scale: Scale | None = None
-    sorted: SortingRelation | None = None
 
 
 class SampleFlow:
@@ -108,11 +68,12 @@ class SampleFlow:
         }
         self._join_own_rows()
         written = {buffer for buffer, _ in graph.writes}
+        self.updates = [item.target for item in graph.inputs if item.mutated or item.name in written]
         for item in graph.inputs:
             users = item.kind is InputKind.USER and item.name not in whole
             places = len(list(self.places(item.name)))
             role = Role.ROWS if users and places == 1 else Role.FIXED if places else Role.WHOLE
-            steady = item.kind is not InputKind.PARAMETER and not item.mutated and item.name not in written
+            steady = item.kind is not InputKind.PARAMETER and item.target not in self.updates
             self.values[item.name] = SampleValue(role, given=steady)
         needed = ancestors(graph, *graph.outputs)
         for operator in graph.operators:
@@ -129,7 +90,7 @@ class SampleFlow:
         loss that is bent, 3 one whose samples meet before it."""
         match self.loss.role:
             case Role.SUM | Role.MEAN:
-                return 1 if self.statistics or self._updates() else 0
+                return 1 if self.statistics or self.updates else 0
             case Role.BENT:
                 return 2
             case _:
@@ -145,13 +106,7 @@ class SampleFlow:
             return f"{together.module or together.name} ({together.target}) takes samples together{known}"
         if self.loss.role not in (Role.SUM, Role.MEAN):
             return "the loss is no plain mean or sum of samples"
-        updates = self._updates()
-        return f"every part of the batch updates {updates[0]}" if updates else None
-
-    def _updates(self) -> list[str]:
-        """The buffers that a forward writes."""
-        written = {buffer for buffer, _ in self.graph.writes}
-        return [item.target for item in self.graph.inputs if item.mutated or item.name in written]
+        return f"every part of the batch updates {self.updates[0]}" if self.updates else None
 
     def places(self, name: str) -> Iterator[Shard]:
         """Shards of the tensor along the samples' loops."""
@@ -219,7 +174,7 @@ class SampleFlow:
         if scaled is not None:
             return [scaled]
         rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
-        taken = [value for value in given if value.role in _TAKEN]
+        taken = [value for value in given if value.role in TAKEN]
         if rows and taken:
             return self._normalised(item, given, taken)
         if taken:
@@ -255,7 +210,7 @@ class SampleFlow:
 
     def _sorted(self, item: Operator, given: Sequence[SampleValue]) -> list[SampleValue] | None:
         """Values after an operator that sorts rows or keeps them sorted; None if it does neither."""
-        marks, known = [_told(value) for value in given], self.sorted_rows
+        marks, known = [value.in_order for value in given], self.sorted_rows
         if not any(marks):
             keys = given[known.place_of_keys(item) or 0] if given else None
             is_rows = keys is not None and keys.role is Role.ROWS and keys.scale is None
@@ -308,10 +263,8 @@ class SampleFlow:
             for atom in range(len(self.dims.atoms.of[item.operands[place]][0]))
         }
         option = self._option(item, rows, loops)
-        free = option is not None and self._kind(item, option) is Kind.FREE
-        return (
-            SortingRelation(Order.ROWS, sorts.pop()) if free and option and self._in_front(option) else None
-        )
+        fits = option is not None and self._kind(item, option) is Kind.FREE and self._in_front(option)
+        return SortingRelation(Order.ROWS, sorts.pop()) if fits else None
 
     def _in_front(self, option: Option) -> bool:
         """Whether an option shards the first dim of every result."""
@@ -368,7 +321,7 @@ class SampleFlow:
         for place in (1, 0) if facts.multiplies else (1,):
             count, other = given[place], given[1 - place]
             single = self.graph.specs[item.operands[place]].numel == 1
-            if count.role in _TAKEN and count.given and single and other.role in (Role.ROWS, Role.SUM):
+            if count.role in TAKEN and count.given and single and other.role in (Role.ROWS, Role.SUM):
                 if other.scale is not None or self._is_half(item):
                     return SampleValue(Role.BENT if other.role is Role.SUM else Role.MIXED, count.by)
                 return replace(other, scale=Scale(item.name, item.operands[place], facts.multiplies))
@@ -380,7 +333,7 @@ class SampleFlow:
 
     def _combined(self, item: Operator, given: Sequence[SampleValue]) -> SampleValue:
         """Sums or means with each other, and with what is the same for all samples."""
-        taken = {place for place, value in enumerate(given) if value.role in _TAKEN}
+        taken = {place for place, value in enumerate(given) if value.role in TAKEN}
         first = given[min(taken)]
         bent = SampleValue(Role.BENT, first.by)
         alike = all((given[place].role, given[place].scale) == (first.role, first.scale) for place in taken)
@@ -465,27 +418,16 @@ class SampleFlow:
 
     def _reduced(self, item: Operator, given: Sequence[SampleValue], scale: Scale | None) -> SampleValue:
         """Value of an operator's result that adds up over samples."""
-        facts = facts_of(item.target)
-        if facts.sum_of == len(item.operands):
+        facts, reduction = facts_of(item.target), reduction_of(item)
+        if facts.sum_of == len(item.operands) or reduction == SUM_REDUCTION:
             return SampleValue(Role.SUM, item, scale=scale)
-        if facts.is_mean:
-            return SampleValue(Role.MEAN, item, scale=scale)
-        reduction = reduction_of(item)
-        if reduction == SUM_REDUCTION:
-            return SampleValue(Role.SUM, item, scale=scale)
-        if reduction != MEAN_REDUCTION:
-            return SampleValue(Role.BENT, item)
-        if not counts_labels(item, self.graph):
+        is_mean = reduction == MEAN_REDUCTION
+        if facts.is_mean or is_mean and not counts_labels(item, self.graph):
             return SampleValue(Role.MEAN, item, scale=scale)
         known = all(value.given for value in given[1:])
-        if scale is not None or not known or self._is_half(item):
+        if not is_mean or scale is not None or not known or self._is_half(item):
             return SampleValue(Role.BENT, item)
         return SampleValue(Role.SUM, item, scale=Scale(item.name, None))
-
-
-def _told(value: SampleValue) -> SortingRelation | None:
-    """Relation of a tensor to sorted rows; None if it has none to their order."""
-    return None if value.sorted and value.sorted.order is Order.NOTHING else value.sorted
 
 
 def reduction_of(item: Operator) -> int | None:

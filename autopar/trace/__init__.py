@@ -1,6 +1,7 @@
 """Turns an nn.Module into a graph, and a call into a list of tensors.
 
 export               nn.Module -> Graph, by torch.export
+flat_model           the model as a function of flat tensors
 micro_batches        one batch as micro-batches, and the batch's loss
 target               a TARGET of the command line
 call                 what is called, with what, and where the user wrote it

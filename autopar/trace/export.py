@@ -9,11 +9,10 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.core.uncollected import uncollected
-from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
-from autopar.torch_seams import pytree
+from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError
 from autopar.torch_seams.tracing import modules_themselves, without_torchs_words
+from autopar.trace import flat_model
 from autopar.trace.backwards.custom_backwards import caught
 from autopar.trace.backwards.taken_gradients import TakenGradients, followed
 from autopar.trace.call.call_signature import (
@@ -33,17 +32,12 @@ from autopar.trace.call.call_signature import (
     Arguments,
     LossFunction,
     Results,
-    find_loss,
     flatten_arguments,
-    flatten_results,
-    loss_notes,
-    refuse_changed,
     refuse_filled,
-    refuse_reshaped,
     refuse_sparse,
-    split_for_loss,
 )
 from autopar.trace.call.user_source import all_of_forward
+from autopar.trace.flat_model import FlatModel, ForwardFindings, TracedCall
 from autopar.trace.forms.simplify import only_loss, without_dead_code
 from autopar.trace.forward.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
 from autopar.trace.forward.checkpoint_regions import inlined, written_again
@@ -52,32 +46,23 @@ from autopar.trace.forward.foreign_random import without_draws
 from autopar.trace.forward.inference_mode import counting_writes, outside_inference_mode
 from autopar.trace.forward.refusals import FORWARD, refusal
 from autopar.trace.forward.torch_checks import traceable
-from autopar.trace.reads.attribute_reads import Reads, current
-from autopar.trace.reads.numbers import Number, require_none
+from autopar.trace.reads.attribute_reads import current
 from autopar.trace.rewrites.constant_folding import folded
 from autopar.trace.rewrites.grouped_heads import with_grouped_heads
 from autopar.trace.rewrites.known_masks import with_known_masks
 from autopar.trace.rewrites.routed_products import with_routed_products
-from autopar.trace.state.eager_answers import NOTE, Answers, heard
-from autopar.trace.state.left_outside import Outside
+from autopar.trace.state.eager_answers import NOTE, Answers
 from autopar.trace.state.module_state import (
     Attributes,
-    NewState,
     attributes_of,
-    buffers_of,
     check_cached,
-    left_in,
-    write_back,
 )
-from autopar.trace.state.shared_memory import ByName, ModelMemory, OthersLearn, held_by_name, stale
-from autopar.trace.values.asked_inputs import AskedInputs, Sources
-from autopar.trace.values.input_values import InputValues
+from autopar.trace.state.shared_memory import ModelMemory, stale
+from autopar.trace.values.asked_inputs import Sources
 from autopar.trace.values.structure import (
-    Evaluating,
     OwnNames,
     asked_of,
     edge_lists,
-    holding,
     may_be_edges,
     own_names,
     parts_of,
@@ -118,124 +103,6 @@ class Traced:
         return replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
 
 
-class _ForwardFindings(NamedTuple):
-    """Findings of forward beside its tensors: the loss's position, refusals of tensors that it leaves
-    somewhere, notes of a plan on that, a line where values of inputs decide, and changes that it makes once
-    outside."""
-
-    results: Results
-    loss_index: int | None
-    cached: tuple[TraceError, ...]
-    notes: tuple[str, ...]
-    decided_by: str | None
-    once: tuple[str, ...]
-
-
-class _FlatModel(nn.Module):
-    """The model as a function of flat tensors to flat tensors, the loss first."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        arguments: Arguments,
-        loss_fn: LossFunction | None,
-        *,
-        loss_only: bool,
-        known: ModelMemory,
-        by_name: bool,
-        answers: Answers,
-        record: Callable[[_ForwardFindings], None],
-        enter: Callable[[str], None],
-        blame: Callable[[Sources], None],
-        structure: Structure,
-        evaluates: bool,
-        taken: TakenGradients,
-    ) -> None:
-        super().__init__()
-        self.constant = structure.users
-        self.values = _values(model, arguments, structure)
-        self.fixed = {name: self.values[name] for name in structure.buffers}
-        self.evaluating = Evaluating(self.values) if evaluates else nullcontext()
-        self.model = model
-        self.arguments = arguments
-        self.loss_fn = loss_fn
-        self.loss_only = loss_only
-        self.known, self.by_name, self.answers, self.taken = known, by_name, answers, taken
-        self.record = record
-        self.training = model.training
-        self.enter = enter
-        self.blame = blame
-
-    def let_go(self) -> None:
-        """Keep the loss alone, which is guarded as long as a program is there."""
-        del self.arguments, self.values, self.fixed, self.evaluating
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rest = iter(tensors)
-        paths = enumerate(self.arguments.paths)
-        whole = [self.values[path] if place in self.constant else next(rest) for place, path in paths]
-        fakes = {place: fake for place, fake in enumerate(whole) if place not in self.constant}
-        with holding(self.model, self.fixed), (asked := AskedInputs(fakes)), self.evaluating:
-            try:
-                return self._forward(whole, fakes)
-            except Exception as cause:
-                self.blame(asked.at_fault(cause))
-                raise
-
-    def _forward(self, whole: list[torch.Tensor], fakes: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        called = self.arguments.rebuild(tuple(whole))
-        passed = pytree.tree_leaves(called)
-        buffers, attributes, made = buffers_of(self.model), attributes_of(self.model), NewState(self.model)
-        reads = current()
-        reads.loss = self.loss_fn
-        reads.roots = (self.model, self.loss_fn, *self.arguments.constants)
-        reads.see(*reads.roots)
-        own = {id(value) for module in self.model.modules() for value in vars(module).values()}
-        passed_objects = (item for item in self.arguments.constants if not isinstance(item, Number))
-        own |= {id(getattr(item, "__dict__", None)) for item in passed_objects}  # by refuse_filled
-        outside = Outside(reads.reachable, own)
-        try:
-            output = self._output(called, fakes, reads)
-            refuse_changed(self.arguments, passed, called)
-            refuse_reshaped(self.arguments, whole)
-            beside = [*made.check(), *outside.left(reads.has)]
-        finally:
-            outside.restore()
-            made.restore()
-        leaves, results = flatten_results(output)
-        found = find_loss(output)
-        place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
-        left = left_in(self.model, attributes, reads)
-        reads.left, reads.inside = left.values, tuple(outside.inside)
-        require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
-        line = next((item.line for item in reads.decisions if item.of_values), None)
-        notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
-        cached = [*left.cached, *beside]
-        refusals = tuple(item.refusal for item in cached)
-        self.record(_ForwardFindings(results, place, refusals, notes, line, tuple(outside.once)))
-        write_back(buffers)
-        return (*leaves, *(item.tensor for item in cached))
-
-    def _output(
-        self, called: tuple[tuple[Any, ...], dict[str, Any]], fakes: dict[int, torch.Tensor], reads: Reads
-    ) -> Any:
-        """Output of the model for a call, its loss, or both."""
-        args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, *called)
-        by_name = ByName(self.known, held_by_name(self.model)) if self.by_name else OthersLearn(self.known)
-        self.enter(FORWARD)
-        model, given = self.model, self.arguments.tensors  # read before reads are recorded
-        values = InputValues(fakes, given, reads)
-        with reads.on(), by_name, values, heard(self.answers), self.taken:
-            output = model(*args, **kwargs)
-        if self.loss_fn is None:
-            return output
-        self.enter(f"the loss {_name(self.loss_fn)}")
-        with reads.on(), by_name, values, heard(self.answers), self.taken:
-            loss = self.loss_fn(output, *loss_args, **loss_kwargs)
-        _check_loss_result(self.loss_fn, loss)
-        return loss if self.loss_only else {"loss": loss, "output": output}
-
-
 @uncollected()
 @outside_inference_mode()
 def trace(
@@ -266,11 +133,8 @@ def trace(
     autocast = autocast or Autocast.now("cpu")
     # Inputs on the meta device can't be asked what eager training would ask them.
     answers = Answers(eager=not any(tensor.is_meta for tensor in arguments.tensors))
-    given = model, arguments, loss_fn
-    taken = TakenGradients()
-    trace_as = partial(
-        _trace, *given, known=known, autocast=autocast, loss_only=loss_only, answers=answers, taken=taken
-    )
+    call = TracedCall(model, arguments, loss_fn, loss_only, autocast, known, answers, TakenGradients())
+    trace_as = partial(_trace, call)
     own = own_names(model, loss_fn, arguments)
     said = said_structure(static, model, arguments, own) | sparse_structure(model, arguments)
     decisions = current().decisions
@@ -347,55 +211,37 @@ def _name_way_out(error: ValuesAskedError, arguments: Arguments, tried: Structur
         error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
-def _trace(*given: Any, taken: TakenGradients, **options: Any) -> Traced:
+def _trace(call: TracedCall, **options: Any) -> Traced:
     """Trace once, and again by the parts of operators if forward is then found to take gradients."""
     count = len(current().decisions)
-    if not taken.found:
+    if not call.taken.found:
         try:
-            traced = _trace_once(*given, taken=taken, **options)
+            traced = _trace_once(call, **options)
         except AutoparError:
-            if not taken.found:
+            if not call.taken.found:
                 raise
-        if not taken.found:
+        if not call.taken.found:
             return traced
         del current().decisions[count:]
     with followed():
-        return _trace_once(*given, taken=taken, **options)
+        return _trace_once(call, **options)
 
 
-def _trace_once(
-    model: nn.Module,
-    arguments: Arguments,
-    loss_fn: LossFunction | None,
-    *,
-    known: ModelMemory,
-    autocast: Autocast,
-    loss_only: bool,
-    answers: Answers,
-    taken: TakenGradients,
-    structure: Structure,
-    evaluates: bool,
-    by_name: bool = False,
-) -> Traced:
+def _trace_once(call: TracedCall, *, structure: Structure, evaluates: bool, by_name: bool = False) -> Traced:
     """Trace once with this `structure`, if any; where it `evaluates`, so are integers of constants.
-    With `by_name` what is `known` is taken for what the model holds by its name."""
-    seen: list[_ForwardFindings] = []  # torch.export undoes what forward does to attributes
+    With `by_name` what is known of the model's memory is taken for what the model holds by its name."""
+    seen: list[ForwardFindings] = []  # torch.export undoes what forward does to attributes
     parts, notes, blamed = [FORWARD], list[str](), [Sources()]
-    flat = _FlatModel(
-        model,
-        arguments,
-        loss_fn,
-        loss_only=loss_only,
-        known=known,
+    flat = FlatModel(
+        call,
+        structure=structure,
+        evaluates=evaluates,
         by_name=by_name,
-        answers=answers,
         record=seen.append,
         enter=parts.append,
         blame=blamed.append,
-        structure=structure,
-        evaluates=evaluates,
-        taken=taken,
     )
+    model, arguments = call.model, call.arguments
     devices = devices_of(model, arguments)
     traced = tuple(
         beside(item, devices) for place, item in enumerate(arguments.tensors) if place not in structure.users
@@ -405,13 +251,13 @@ def _trace_once(
     try:
         with (
             inlined() as again,
-            all_of_forward(__file__),
+            all_of_forward(str(flat_model.__file__)),
             modules_themselves(),
             caught(model),
             traceable(notes),
             without_torchs_words(),
             warnings.catch_warnings(),
-            tracing_under(autocast, device),
+            tracing_under(call.autocast, device),
         ):
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
@@ -434,8 +280,8 @@ def _trace_once(
         model,
         arguments,
         exported,
-        known=known,
-        autocast=autocast,
+        known=call.known,
+        autocast=call.autocast,
         traced_on=device,
         structure=structure.users,
     )
@@ -447,36 +293,13 @@ def _trace_once(
     if cached:
         check_cached(model, graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
-    notes += [*graph.notes, *left, *([NOTE] if answers.asked and not answers.eager else ())]
+    notes += [*graph.notes, *left, *([NOTE] if call.answers.asked and not call.answers.eager else ())]
     asked, values = asked_of(structure, flat.evaluating, arguments), [*flat.values.values()]
     flat.let_go()
     nbytes = sum(part.nbytes for tensor in values for part in parts_of(tensor))
     graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
     graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates, once=once)
-
-
-def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dict[str, torch.Tensor]:
-    """Copies of what is structure, by path or name: a program keeps them, whatever becomes of the tensors."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    users = {arguments.paths[place]: arguments.tensors[place] for place in sorted(structure.users)}
-    named = users | {name: buffers[name] for name in sorted(structure.buffers)}
-    _require_values(named)
-    where = devices_of(model, arguments)[0]
-    where = torch.device("cpu") if where.type == "meta" else where
-    return {name: tensor.detach().to(where, copy=True) for name, tensor in named.items()}
-
-
-def _require_values(named: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError for structure on the meta device, or that learns."""
-    bad = [name for name, tensor in named.items() if tensor.is_meta or tensor.requires_grad]
-    if bad:
-        raise InputError(
-            where=f"structure {bad[0]}",
-            found="a tensor that learns" if not named[bad[0]].is_meta else "a tensor without values",
-            wanted="the values of the graph, on which the plan depends",
-            remedy="pass the real tensor, detached",
-        )
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: ModelMemory) -> None:
@@ -491,22 +314,6 @@ def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: ModelMemo
             found=f"parameters that learn: {', '.join(found)}",
             wanted="all of them in the model, where optimizers and checkpoints find them",
             remedy="let the model hold this loss and return it, or freeze them by requires_grad_(False)",
-        )
-
-
-def _name(loss_fn: LossFunction) -> str:
-    return getattr(loss_fn, "__name__", type(loss_fn).__name__)
-
-
-def _check_loss_result(loss_fn: LossFunction, loss: object) -> None:
-    """Raise InputError for a loss that gives nothing to start backward from."""
-    if not flatten_results(loss)[0]:
-        shown = "a number" if isinstance(loss, (int, float, torch.SymFloat, torch.SymInt)) else repr(loss)
-        raise InputError(
-            where=f"loss_fn {_name(loss_fn)}",
-            found=f"{cut_text(shown, 100)} as its result",
-            wanted="a tensor, from which backward starts",
-            remedy="return the loss itself, without .item() or float()",
         )
 
 

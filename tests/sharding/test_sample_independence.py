@@ -13,7 +13,8 @@ from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_dims import find_batch, samples_elsewhere
-from autopar.sharding.sample_independence import Role, SampleFlow
+from autopar.sharding.sample_independence import SampleFlow
+from autopar.sharding.sample_values import Role
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.forms.simplify import only_loss

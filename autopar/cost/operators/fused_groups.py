@@ -157,7 +157,7 @@ class _GroupFinder:
     def __init__(self, graph: Graph, kinds: Mapping[str, TrafficKind]) -> None:
         self.graph, self.kinds = graph, kinds
         self.uses = graph.consumers()
-        self.maker = {name: item for item in graph.operators for name in item.results if name}
+        self.maker = graph.makers()
         self.levels = self.find_levels()
         self.group_of = self.find_group_of()
         self.leaving = {*graph.outputs, *(name for _, name in graph.writes)}

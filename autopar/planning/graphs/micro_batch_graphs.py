@@ -28,7 +28,8 @@ from autopar.core.operator_facts import facts_of
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_dims import find_batch, said_batch
-from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
+from autopar.sharding.sample_independence import SUM_REDUCTION, SampleFlow, ancestors
+from autopar.sharding.sample_values import Role, Scale
 from autopar.sharding.strategies import dims_of
 from autopar.torch_seams.schemas import schema_of
 from autopar.trace.call.call_signature import Arguments, flatten_arguments

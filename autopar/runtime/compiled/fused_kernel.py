@@ -59,7 +59,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """One of whatever numbers, which takes no time; it waits for the other one."""
+    """Make a gradient of arbitrary numbers, at no cost, that depends on the incoming one."""
     kept = ctx.saved_tensors
     if kept:
         return torch.ops.autopar.gradient_like.default(gradient, kept[0]), None

@@ -163,7 +163,7 @@ def _anew(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _part(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Within a part that is recomputed. What is drawn stays: seeds are small."""
+    """Decide what a recomputed part saves: random draws, whose seeds are small, and whatever always stays."""
     if is_random(target) or stays(target):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE if is_regather(target) else CheckpointPolicy.PREFER_RECOMPUTE

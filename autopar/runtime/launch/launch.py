@@ -257,7 +257,7 @@ def _late(timeout: float, where: str) -> WorkerError:
 
 @contextmanager
 def _environment(num_processes: int, variables: Mapping[str, str]) -> Iterator[None]:
-    """Within, an environment that workers inherit: whom to die with, and a fair share of the cores."""
+    """Set environment variables that workers inherit: whom to die with, and a fair share of the cores."""
     before = dict(os.environ)
     os.environ.update(variables)
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)

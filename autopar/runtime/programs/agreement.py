@@ -184,12 +184,12 @@ def _signature(call: Arguments, *, shapes: bool) -> Iterator[StatementPart]:
 
 
 def whole_bytes(tensor: Tensor) -> bytes:
-    """All of a tensor, for `compare`."""
+    """Bytes that stand for all of a tensor, for `compare`."""
     return _bytes(tensor, whole=True)
 
 
 def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
-    """All of a tensor, a long one by a sample and a sum; or the sample alone."""
+    """Bytes that stand for a tensor: a long one by a sample and, for the `whole` of it, a sum."""
     if tensor.layout is not torch.strided:
         return b"".join(_bytes(part, whole=whole) for part in parts_of(tensor))
     flat = tensor.detach().reshape(-1)

@@ -124,7 +124,7 @@ class Trial(NamedTuple):
 
     @contextmanager
     def traced(self, constants: tuple[Any, ...]) -> Iterator[tuple[Numbers, tuple[Any, ...]]]:
-        """Within, the numbers stand for any; with the constants of the call."""
+        """Put stand-ins for any value in the places of the numbers; yields them and the call's constants."""
         values = [item.read(constants) for item in self.origins]
         numbers, inside = Numbers(values, self.before), list(constants)
         try:

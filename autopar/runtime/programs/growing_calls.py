@@ -85,7 +85,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _has_grown(last: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
-    """Whether these are the tensors of the last call, and more behind them."""
+    """Whether a call's tensors begin with those of the last call, and some are longer."""
     shapes, before = ([item.shape for item in call] for call in (tensors, last))
     if not last or len(last) != len(tensors) or shapes == before:
         return False

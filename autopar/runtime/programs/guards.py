@@ -176,8 +176,7 @@ class Guard:
     def _add(
         self, place: Any, getter: Callable[[Any], Any], names: Collection[str], keys: Collection[Any] = ()
     ) -> None:
-        """One place, whose getter gives as many objects as there are names; under `keys` they can be
-        replaced."""
+        """Add a place whose getter gives one object for each name; `keys` say where they can be replaced."""
         if not names:
             return
         values = list(getter(place))
@@ -317,7 +316,7 @@ class _Absent:
     held: frozenset[str] = frozenset()
 
     def among(self, place: Mapping[str, Any]) -> str | None:
-        """One that is there now."""
+        """The first name that `place` has now and hadn't before; None without."""
         return next((name for name in place if name in self.names and name not in self.held), None)
 
 
@@ -331,7 +330,7 @@ def _moves_on(name: str, value: object) -> InputError:
 
 
 def _equal(value: Any, before: Any) -> bool:
-    """Whether another object says the same; containers that are new have changed."""
+    """Whether two values are equal to a guard: numbers and tuples by value, other objects by identity."""
     if type(value) is not type(before):
         return False
     if isinstance(value, tuple):
@@ -345,7 +344,7 @@ def _equal(value: Any, before: Any) -> bool:
 
 
 def _items(names: Collection[Any]) -> Callable[[Any], Any]:
-    """Gives the items of these names, as many as there are, also of one."""
+    """Return a getter of a mapping's items under `names`, as a tuple."""
     keys = list(names)
     if len(keys) == 1:
         key = keys[0]
@@ -391,7 +390,7 @@ def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any]:
 
 
 def _variables(names: Iterable[str]) -> Callable[[Any], Any]:
-    """Gives the environment variables of these names."""
+    """Return a getter of the environment variables called `names`."""
     keys = [os.fsencode(name) for name in names]
     # What os.environ decodes: 400 names take 20 us, and 400 by itself.
     return lambda environment: (tuple(map(environment._data.get, keys)),)  # noqa: SLF001  (Python's)

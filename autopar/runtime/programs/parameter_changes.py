@@ -126,7 +126,7 @@ class ParameterChanges:
         return [names[at] for at, is_same in changed if is_same or not self._staged]
 
     def _names(self) -> list[str]:
-        """The names of what `_read` reads, in its order."""
+        """Qualified names of DTensor parameters, in the order of `_read`."""
         return [
             f"{path}.{name}".lstrip(".")
             for path, module in self._tree.root.named_modules()

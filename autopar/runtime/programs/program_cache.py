@@ -55,7 +55,7 @@ class ProgramCache(Generic[P]):
         return sum(map(len, self._kinds.values()))
 
     def programs(self) -> Iterator[P]:
-        """All of them."""
+        """All programs of the cache."""
         return (entry.program for entries in self._kinds.values() for entry in entries)
 
     def fixed(self) -> Iterator[P]:
@@ -63,7 +63,7 @@ class ProgramCache(Generic[P]):
         return (entry.program for entries in self._kinds.values() for entry in entries if entry.free is None)
 
     def plans(self) -> Iterator[tuple[Key, P]]:
-        """All of them, with their kinds of call."""
+        """All programs with their kinds of call."""
         return ((key, entry.program) for key, entries in self._kinds.items() for entry in entries)
 
     def of(self, key: Key) -> list[Entry[P]]:
@@ -92,7 +92,7 @@ class ProgramCache(Generic[P]):
         return None
 
     def add(self, key: Key, entry: Entry[P]) -> bool:
-        """Take in a program, and drop what has been there too long; whether anything was."""
+        """Add a program and drop the oldest beyond the limits; True if any was dropped."""
         if entry.free is not None and (arguments := entry.free.arguments):
             self._free[arguments] = None
             key = _without(key, arguments)

@@ -55,7 +55,7 @@ def moves(program: fx.Graph) -> bool:
 
 @contextmanager
 def offloading() -> Iterator[Offloading]:
-    """Within, `offload` moves what the object that is yielded has packed of its storage, or will."""
+    """Let `offload` move storages that the yielded object has packed for autograd, or will pack."""
     moving = Offloading()
     before = _moving.set(moving)
     try:
@@ -67,7 +67,7 @@ def offloading() -> Iterator[Offloading]:
 
 @contextmanager
 def saving_there() -> Iterator[None]:
-    """Within, saved tensors are packed so, and in no other way."""
+    """Pack the tensors that autograd saves for offloading, in place of other saved-tensor hooks."""
     with offloading() as moving, saved_tensors_hooks(moving.pack, _unpack):
         yield
 

@@ -88,7 +88,7 @@ class Recomputed(nn.Module):
 
 
 class _RemadeValues(Exception):
-    """All that was saved is made again."""
+    """Ends a recomputation early: every saved tensor has been made again."""
 
 
 class _Once:
@@ -123,7 +123,7 @@ class _Once:
         return saved.restore() if isinstance(saved, Anew) else saved
 
     def _fill(self, arguments: Sequence[Tensor]) -> None:
-        """Compute again what the boxes hold that are still there."""
+        """Recompute the saved tensors of the boxes that autograd still holds."""
         waiting = list(reversed(self._boxes))
 
         def fill(tensor: Tensor) -> Tensor:

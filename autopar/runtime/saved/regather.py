@@ -185,7 +185,7 @@ _notes: ContextVar[Notes | None] = ContextVar("gathered weights", default=None)
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Within, how weights are gathered is noted."""
+    """Note within how weights are gathered."""
     before = _notes.set({})
     try:
         yield

@@ -83,12 +83,12 @@ class _Graph:
     found: dict[Any, tuple[bool, bool]] = field(default_factory=dict)  # see `reached`
 
     def has_weight(self, node: Any) -> bool:
-        """Whether `node` is followed by one that leads to weights alone."""
+        """Whether a next node of `node` leads to weights alone."""
         self.reached(node)
         return any(self.found[each] == (False, True) for each in _next(node))
 
     def reached(self, node: Any) -> tuple[bool, bool]:
-        """Whether leaves other than weights are reached from `node`, and whether weights are."""
+        """Which leaves are reached from `node`: (other than weights, weights)."""
         waiting = [node]
         while waiting:
             last = waiting[-1]

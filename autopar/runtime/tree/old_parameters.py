@@ -88,7 +88,7 @@ def ended(parameter: Tensor, name: str) -> None:
 
 @contextmanager
 def usable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within, old parameters are what they were: a trace takes them for the new ones."""
+    """Make old parameters usable within: a trace takes them for the new ones."""
     old = [item for item in parameters if type(item) is OldParameter]
     for item in old:
         item.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -466,7 +466,7 @@ def _caller() -> str:
 
 
 def _defined(hook: Any) -> str:
-    """Where a function is defined, in brackets."""
+    """File and line of a hook's function, in brackets; empty for one without Python code."""
     code = getattr(hook, "__code__", None)
     return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
 

@@ -62,7 +62,7 @@ def _requires_grad(args: Sequence[Any]) -> bool:
 
 
 def _without_gradients(function: Any, args: tuple[Any, ...]) -> Any:
-    """Its forward: what else that computes with gets no gradients, either."""
+    """Run the Function's forward without gradients, also for tensors that are no arguments."""
     call, operands, numbers = FunctionCall.of(function, args)
     with torch.no_grad():
         return call.plainly(operands, numbers)

@@ -74,7 +74,7 @@ class FunctionCall:
         return tensors_of(self.call(operands, numbers))
 
     def forward(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Tensor, ...]:
-        """Its forward alone, which autograd differentiates."""
+        """Run the Function's forward as plain operators, which autograd differentiates."""
         return tensors_of(self.plainly(operands, numbers))
 
     def plainly(self, operands: Sequence[Tensor], numbers: Sequence[float]) -> Any:

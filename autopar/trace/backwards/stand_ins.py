@@ -64,7 +64,7 @@ class Behavior:
 
 @contextmanager
 def outside_of_trace() -> Iterator[None]:
-    """Within, tensors have values and nothing is recorded; the generators stay as they are.
+    """Leave the trace: tensors have values, nothing is recorded, and the generators stay as they are.
 
     One thread does: these tensors are small, and others wait for a core if ranks share the machine.
     """

@@ -89,7 +89,7 @@ def written_again(graph: Graph, again: Mapping[int, int]) -> Graph:
     runs = _runs(graph, again)
     calls = Counter(name for item in graph.operators for name in _statistics(item))
     users = Counter([*(name for item in graph.operators for name in item.operands), *graph.outputs])
-    makers = {name: item for item in graph.operators for name in item.results if name}
+    makers = graph.makers()
     known, lost = dict[str, Operator](), dict[str, None]()
     for item in graph.operators:
         if runs[item.name] and (statistics := _statistics(item)):

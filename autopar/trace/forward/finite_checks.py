@@ -94,7 +94,7 @@ class FiniteChecks:
 
 
 def _keeps_finite(x: Tensor, min: Any = None, max: Any = None) -> bool:
-    """Whether a clamp, by the names of its arguments, changes no finite value."""
+    """Whether a clamp changes no finite value: its bounds round to the dtype's largest ones."""
     return all(isinstance(each, float) for each in (min, max)) and all(
         _rounds_to_most(each, x.dtype) for each in (-min, max)
     )

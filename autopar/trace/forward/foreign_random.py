@@ -38,7 +38,7 @@ _NUMPY = (np.random.RandomState, np.random.BitGenerator)
 
 @dataclass(frozen=True, slots=True)
 class _Generator:
-    """One that lives; who holds its `lock` draws alone, where it has one."""
+    """A live random generator of Python or NumPy; whoever holds its `lock`, if any, draws alone."""
 
     read: Callable[[], State]
     write: Callable[[State], None]
@@ -89,8 +89,8 @@ def _refusal(line: str, name: str) -> TraceError:
 
 
 def _living() -> list[_Generator]:
-    """All of Python's and NumPy's generators, a scan of live objects; of those that draw from the system none
-    has a state."""
+    """Find the generators of Python and NumPy among live objects, but for those of the system, which have no
+    state."""
     kinds = {kind for base in (random.Random, *_NUMPY) for kind in _subclasses(base)}
     kinds -= _subclasses(random.SystemRandom)
     found = {id(each): each for each in _of_kinds(gc.get_objects(), kinds)}
@@ -263,4 +263,4 @@ class _DrawSearch:
 
 
 def _is_forward(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == "autopar.trace.export" and frame.f_code.co_name == "forward"
+    return frame.f_globals.get("__name__") == "autopar.trace.flat_model" and frame.f_code.co_name == "forward"

@@ -60,7 +60,7 @@ class ForwardError(RuntimeError):
 
 @contextmanager
 def traceable(notes: list[str]) -> Iterator[None]:
-    """Within, they are; what the program leaves out is added to `notes`."""
+    """Let traces follow torch's functions that ask for values; checks that are left out go to `notes`."""
     masks = _Masks()
     with (
         causal_masks.replaced(masks.is_causal),
@@ -212,7 +212,7 @@ def _as_strided(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """One that is off gives its argument, of which torch's own decomposition makes a copy."""
+    """Return the argument of a dropout that is off; torch's own decomposition copies it."""
     return input if p == 0 or not training else F.dropout(input, p, training, inplace)
 
 

@@ -47,7 +47,7 @@ def passing_answer(frame: FrameType | None) -> bool | None:
 
 def _users(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of forward that are a user's or a library's of models, the innermost first."""
-    while frame is not None and frame.f_globals.get("__name__") != "autopar.trace.export":
+    while frame is not None and frame.f_globals.get("__name__") != "autopar.trace.flat_model":
         if not is_tool(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back

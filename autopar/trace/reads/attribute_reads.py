@@ -185,7 +185,7 @@ _current: ContextVar[Reads | None] = ContextVar("reads of the forward that is tr
 
 @contextmanager
 def recording() -> Iterator[Reads]:
-    """Within, a record of all that traces read."""
+    """Yield a record of all that traces read within."""
     reads = Reads()
     token = _current.set(reads)
     try:

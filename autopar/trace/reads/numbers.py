@@ -66,7 +66,7 @@ class Numbers:
         ]
 
     def escapes(self, how: str) -> None:
-        """Note that something asks for a value."""
+        """Note how a number's value is asked for; the first way counts."""
         if self.active and self.escaped is None:
             self.escaped = how
 
@@ -233,7 +233,7 @@ def _given(value: float) -> float:
 
 
 def _is_builtin(function: Any) -> bool:
-    """Whether torch's Python doesn't see the arguments, but for operators of tensors, which pass them on."""
+    """Whether a function is a builtin, or an operator of Tensor, which passes its arguments on to one."""
     if isinstance(function, _BUILTIN) or function is _given:
         return True
     wrapped = getattr(function, "__wrapped__", None)
@@ -259,7 +259,7 @@ _current: ContextVar[Numbers | None] = ContextVar("numbers that may be others", 
 
 @contextmanager
 def freed(numbers: Numbers) -> Iterator[Numbers]:
-    """Within, traces are of these numbers, whatever their values."""
+    """Let traces hold for any values of these numbers."""
     token = _current.set(numbers)
     try:
         yield numbers
@@ -269,7 +269,7 @@ def freed(numbers: Numbers) -> Iterator[Numbers]:
 
 
 def require_none(what: str, *trees: Any) -> None:
-    """Note that one of the numbers is part of `what`, where it can't be another."""
+    """Note that a number's value is fixed if one of the numbers is part of `what`."""
     numbers = _current.get()
     if numbers is not None and any(type(leaf) is Number for leaf in pytree.tree_leaves(trees)):
         numbers.escapes(what)

@@ -63,7 +63,7 @@ class Namespace:
     looked_up: int = 0  # how many of the names
 
     def held(self) -> list[str]:
-        """The names that it has now, of state or of code that can be replaced."""
+        """Watched names that the object has now; of a library only functions."""
         return [
             name
             for name, value in [*self.table.items()]  # to which another thread may add
@@ -71,7 +71,7 @@ class Namespace:
         ]
 
     def looked_at(self) -> list[str]:
-        """The names whose values forward may change: of an object, all."""
+        """Names whose values forward may change: all of a recorded object, else the watched ones."""
         return [*self.table] if self.recorded else self.held()
 
     def path(self, name: str) -> str:
@@ -143,7 +143,7 @@ class Reachable:
                 self._look_up()
 
     def knows(self, value: Any) -> bool:
-        """Whether a value holds nothing that hasn't been visited."""
+        """Whether a value was visited already, or is a plain value that holds no others."""
         return type(value) in _ATOMS or id(value) in self._visited
 
     def let_go(self) -> None:

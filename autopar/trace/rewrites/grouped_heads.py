@@ -9,24 +9,23 @@ written out there. What is spread takes n times the memory, until backward has u
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from autopar.core.graph import Graph, Operator, Ref, TensorSpec, map_refs
+from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.operator_facts import facts_of
 from autopar.trace.forms.call_forms import arguments_of, called, is_view
-from autopar.trace.forms.simplify import without_dead_code
 from autopar.trace.forms.spread_out import is_spread_out
+from autopar.trace.write.graph_editor import GraphEditor
 
 WIDEST_HEAD = 256  # elements of a head, of which fused kernels take shared keys
 
 
 def with_grouped_heads(graph: Graph) -> Graph:
     """The graph whose attention takes keys and values by groups of heads, where they were spread for it."""
-    reader = _HeadReader(graph)
-    operators = tuple(each for item in graph.operators for each in reader.read(item))
-    if operators == graph.operators:
-        return graph
-    return without_dead_code(replace(graph, operators=operators, specs=graph.specs | reader.specs))
+    writer = _HeadWriter(graph)
+    for item in graph.operators:
+        writer.write(item)
+    unchanged = tuple(writer.editor.operators) == graph.operators
+    return graph if unchanged else writer.editor.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +36,32 @@ class _SpreadHeads:
     casts: tuple[Operator, ...]  # the first one first
 
 
-class _HeadReader:
+class _HeadWriter:
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.makers = {name: item for item in graph.operators for name in item.results if name}
-        self.specs: dict[str, TensorSpec] = {}  # of casts that are made anew
+        self.graph, self.editor, self.makers = graph, GraphEditor(graph), graph.makers()
+        self.casts: dict[str, str] = {}  # of groups, by those of all heads
 
-    def read(self, item: Operator) -> list[Operator]:
-        """The operator, and before it the casts of its keys and values, if these were spread."""
-        names = facts_of(item.target).attention
-        if names is None:
-            return [item]
-        given = arguments_of(item)
-        if given.get(names.mask) is not None or given.get(names.dropout) or given.get(names.grouped):
-            return [item]
+    def write(self, item: Operator) -> None:
+        """Write the operator, and before it the casts of its keys and values, if these were spread."""
+        self.editor.start(item)
+        changed = self._grouped(item)
+        self.editor.operators.append(changed or item)
+
+    def _grouped(self, item: Operator) -> Operator | None:
+        """Attention that takes keys and values by groups; None for what doesn't spread them."""
+        names, given = facts_of(item.target).attention, arguments_of(item)
+        if names is None or given.get(names.mask) is not None:
+            return None
+        if given.get(names.dropout) or given.get(names.grouped):
+            return None
         key, value = (self._spread(given[name].name) for name in (names.key, names.value))
         if key is None or value is None or not self._fit(key.source, value.source):
-            return [item]
-        casts: list[Operator] = []
-        told = {
-            names.key: Ref(self._cast(key, casts)),
-            names.value: Ref(self._cast(value, casts)),
-            names.grouped: True,
-        }
-        return [*casts, called(item, given | told)]
+            return None
+        told = {names.key: Ref(self._cast(key)), names.value: Ref(self._cast(value)), names.grouped: True}
+        return called(item, given | told)
 
     def _fit(self, key: str, value: str) -> bool:
-        """Whether fused kernels take these."""
+        """Whether fused kernels take keys and values of these shapes."""
         keys, values = self._shape(key), self._shape(value)
         return keys[-3] == values[-3] and keys[-1] == values[-1] <= WIDEST_HEAD
 
@@ -98,25 +96,18 @@ class _HeadReader:
         found = [self._shape(each) for each in (name, copied.operands[0], expanded.operands[0])]
         return source if found == shapes and times > 1 else None
 
-    def _cast(self, spread: _SpreadHeads, casts: list[Operator]) -> str:
-        """The source, cast; `casts` take what that needs."""
+    def _cast(self, spread: _SpreadHeads) -> str:
+        """The source, cast."""
         name = spread.source
         for item in spread.casts:
-            result = item.results[0]
-            assert result is not None
-            made = f"{result}_of_groups"
-            if made not in self.specs:
-                self.specs[made] = replace(self.graph.specs[result], shape=self._shape(name))
-                args, kwargs = _of(item, name)
-                casts.append(replace(item, name=made, args=args, kwargs=kwargs, results=(made,)))
-            name = made
+            if item.name not in self.casts:
+                self.editor.start(item)
+                spec = replace(self.graph.specs[self.editor.result], shape=self._shape(spread.source))
+                args = Ref(name), *item.args[1:]
+                cast = self.editor.emit(item.target, *args, spec=spec, word="of_groups", **item.kwargs)
+                self.casts[item.name] = cast
+            name = self.casts[item.name]
         return name
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.graph.specs[name].shape
-
-
-def _of(item: Operator, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operator of one operand, of another one."""
-    args, kwargs = map_refs((item.args, item.kwargs), lambda ref: Ref(name))
-    return args, kwargs

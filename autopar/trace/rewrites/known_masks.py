@@ -57,7 +57,7 @@ class _ConstantValues:
     """Values that follow from constants alone."""
 
     def __init__(self, graph: Graph) -> None:
-        self.makers = {name: item for item in graph.operators for name in item.results if name}
+        self.makers = graph.makers()
         self.specs = graph.specs
         self.values: dict[str, Tensor | None] = {}
         self.answers: dict[str, bool | None] = {}

@@ -1,170 +1,132 @@
-"""Whatever places rows by constant indices, told as sums and reductions of rows among zeros.
+"""Rows that constants pick and place, written as picks, and as sums and reductions of rows among zeros.
 
-    index_copy(x, i, rows)                 where(placed, index_add(zeros, i, rows), x)     no row placed twice
+    index_copy(x, i, rows)                 where(placed, place(rows, i), x)     no row placed twice
     index_put(x, [i], rows), scatter,
     slice_scatter(x, rows, a, b)           the same
-    index_fill(x, i, 2.0)                  masked_fill(x, placed, 2.0)
-    index_add(x, i, rows)                  x + index_add(zeros, i, rows)
-    index_reduce(x, i, rows, "prod")       x * masked_fill(index_reduce(zeros, ...), not placed, 1)
-    segment_reduce(rows, "mean", lengths)  index_reduce(zeros, i, rows, "mean"), i = 0 0 0 1 2 2 ...
+    index_add(x, i, rows)                  x + place(rows, i, "sum")
+    index_reduce(x, i, rows, "prod")       x * masked_fill(place(rows, i, "prod"), not placed, 1)
+    segment_reduce(rows, "mean", lengths)  place(rows, i, "mean"), i = 0 0 0 1 2 2 ...
 
 `placed` is a constant: which rows the indices name. What takes them among zeros has rules by which vertices
-and edges are split. Maxima that count what is there, too, and copies to one row twice stay as they are.
+and edges are split. Of rows along another dim, [K, N, F], that dim comes first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Operator, Ref, TensorSpec
+from autopar.core.graph import Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
-from autopar.torch_seams.schemas import schema_of
+from autopar.trace.rewrites.constants import Constants
+from autopar.trace.rewrites.edge_operators import PICK, PLACE
+from autopar.trace.rewrites.neighbour_sums import NeighbourSums
+from autopar.trace.rewrites.row_placements import RowPick, RowPlacement
+from autopar.trace.write.graph_editor import GraphEditor
 
 aten = torch.ops.aten
 _EMPTY = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "amax": -math.inf, "amin": math.inf}
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlacement:
-    """Rows of `source` along `dim` that go to the rows `index` of `into`, or of nothing but a `length`.
+class RowWriter:
+    """Writes operators that pick and place rows; results of `picks` are rows that it picks."""
 
-    `reduce` is "copy", or how rows that meet are reduced, with what is there if it `includes` that.
-    """
+    def __init__(self, editor: GraphEditor, constants: Constants, picks: Mapping[str, RowPick]) -> None:
+        self.editor, self.constants = editor, constants
+        self.sums = NeighbourSums(editor, constants, picks)
 
-    dim: int
-    index: Tensor
-    source: str
-    reduce: str
-    into: str | None = None
-    length: int = 0
-    includes: bool = False
-    initial: float | None = None
+    def pick(self, picked: RowPick) -> None:
+        """Write a pick of rows."""
+        rows = Ref(self.front(picked.source, picked.dim)), Ref(self.index(picked))
+        self.back(picked.dim, PICK, *rows)
+        self.editor.end()
 
+    def index(self, rows: RowPick | RowPlacement) -> str:
+        """The constant that says which rows, itself or a new one."""
+        says = rows.name in self.constants and self.constants.value(rows.name) is rows.index
+        return rows.name if says else self.editor.constant(f"{rows.name}_rows", rows.index)
 
-class RowPlacer:
-    """Writes the operators that place rows, with constants that `constant` names, into `specs`."""
-
-    def __init__(
-        self,
-        specs: dict[str, TensorSpec],
-        makers: Mapping[str, Operator],
-        constant: Callable[[Tensor, str, torch.dtype], str],
-    ) -> None:
-        self.specs, self.makers, self.constant = specs, makers, constant
-        self.written: list[Operator] = []
-
-    def write(self, item: Operator, placed: RowPlacement) -> list[Operator] | None:
-        """Operators that do what `item` does, None if it has to stay as it is."""
-        self.item, self.placed, self.written = item, placed, []
-        length = self.specs[placed.into].shape[placed.dim] if placed.into else placed.length
-        if len(placed.index) and not 0 <= int(placed.index.min()) <= int(placed.index.max()) < length:
-            return None  # which is refused where it is checked
-        self.count = torch.bincount(placed.index, minlength=length)
-        if not self.can():
-            return self.by_rows()
-        if not self.is_filled():
-            self.emit(aten.alias.default, Ref(self.placed.into or self.zeros()))
-        elif self.placed.into is None or self.is_zero(self.placed.into):
-            self.among_zeros()
+    def place(self, placed: RowPlacement) -> None:
+        """Write operators that do what one does which places rows."""
+        self.placed, into = placed, placed.into
+        spec = self.editor.specs[self.editor.result]
+        self.count = torch.bincount(placed.index, minlength=spec.shape[placed.dim])
+        if into is not None and not len(placed.index):
+            self.editor.emit(aten.alias.default, Ref(into))
+        elif into is None:
+            self.from_nothing()
+        elif into in self.constants.makers and facts_of(self.constants.makers[into].target).is_zero:
+            self.share(self.among_zeros())
         else:
-            self.into_rows(self.placed.into)
-        *others, last = self.written
-        self.written = [*others, replace(last, results=item.results, name=item.name)]
-        return self.written
-
-    def can(self) -> bool:
-        placed = self.placed
-        requires_grad = self.specs[placed.source].dtype.is_floating_point
-        if placed.includes and placed.into is not None and placed.reduce in ("amax", "amin", "prod"):
-            requires_grad = requires_grad and placed.reduce == "prod" and not self.is_zero(placed.into)
-        return requires_grad and (placed.reduce != "copy" or int(self.count.max()) <= 1)
-
-    def by_rows(self) -> list[Operator] | None:
-        """The operator as it is, with an index for each row in the place of one for each element."""
-        placed = self.placed
-        if self.item.target is not aten.scatter_reduce.two or placed.reduce in ("sum", "copy"):
-            return None
-        index = Ref(self.constant(placed.index, f"{self.item.name}_rows", placed.index.dtype))
-        args = (self.item.args[0], placed.dim, index, Ref(placed.source), placed.reduce)
-        kwargs = {"include_self": placed.includes}
-        return [replace(self.item, target=aten.index_reduce.default, args=args, kwargs=kwargs)]
-
-    def is_filled(self) -> bool:
-        """Whether the placement fills any rows."""
-        return bool(len(self.placed.index)) or self.placed.into is None
-
-    def is_zero(self, name: str) -> bool:
-        return name in self.makers and facts_of(self.makers[name].target).is_zero
+            self.into_rows(into)
+        self.editor.end()
 
     # -- the forms ------------------------------------------------------------------------------------
 
-    def among_zeros(self) -> None:
-        """Rows placed where nothing was."""
-        placed, rows = self.placed, self.reduced()
-        if placed.into is not None:  # of zeros
-            if placed.reduce == "mean" and placed.includes:
-                share = self.column(self.shares * self.count, "share")
-                self.emit(aten.mul.Tensor, Ref(rows), Ref(share))
-            return
-        start = placed.initial
+    def share(self, rows: str) -> None:
+        """Give each row its share of the mean of itself, a zero, and what is placed on it."""
+        if self.placed.reduce == "mean" and self.placed.includes:
+            share = self.column(self.shares * self.count, "share")
+            self.editor.emit(aten.mul.Tensor, Ref(rows), Ref(share))
+
+    def from_nothing(self) -> None:
+        """Rows placed where nothing was, each with an initial value, if there is one."""
+        placed, rows, emit, start = self.placed, self.among_zeros(), self.editor.emit, self.placed.initial
         if placed.reduce == "sum":
             if start:
-                self.emit(aten.add.Scalar, Ref(rows), start)
+                emit(aten.add.Scalar, Ref(rows), start)
             return
         if start is not None:
             rows = self.started(rows, start)
         empty = _EMPTY[placed.reduce] if start is None else start
         if bool((self.count == 0).any()) and not (empty == 0.0 and placed.reduce != "prod"):
-            self.emit(aten.masked_fill.Scalar, Ref(rows), Ref(self.mask(self.count == 0, "empty")), empty)
+            emit(aten.masked_fill.Scalar, Ref(rows), Ref(self.mask(self.count == 0, "empty")), empty)
 
     def started(self, rows: str, start: float) -> str:
         """Reduced rows, each with an initial value."""
+        emit = self.editor.emit
         match self.placed.reduce:
             case "prod":
-                return rows if start == 1 else self.emit(aten.mul.Scalar, Ref(rows), start)
+                return rows if start == 1 else emit(aten.mul.Scalar, Ref(rows), start)
             case "mean":
                 share = self.column(start / self.count.double().clamp(min=1), "start")
-                return rows if not start else self.emit(aten.add.Tensor, Ref(rows), Ref(share))
+                return rows if not start else emit(aten.add.Tensor, Ref(rows), Ref(share))
             case reduce:
-                bound = aten.clamp.default
                 ends = (start, None) if reduce == "amax" else (None, start)
-                return self.emit(bound, Ref(rows), *ends)
+                return emit(aten.clamp.default, Ref(rows), *ends)
 
     def into_rows(self, into: str) -> None:
         """Rows placed among others."""
-        placed = self.placed
-        if placed.reduce == "prod" and placed.includes:
-            rows = self.reduced()
-            if bool((self.count == 0).any()):
-                empty = Ref(self.mask(self.count == 0, "empty"))
-                rows = self.emit(aten.masked_fill.Scalar, Ref(rows), empty, 1.0)
-            self.emit(aten.mul.Tensor, Ref(into), Ref(rows))
-        elif placed.reduce in ("sum", "mean") and placed.includes:
+        placed, emit, empty = self.placed, self.editor.emit, bool((self.count == 0).any())
+        if placed.reduce == "mean" and placed.includes:
             self.placed = replace(placed, reduce="sum")
-            rows = self.emit(aten.add.Tensor, Ref(into), Ref(self.reduced()))
+        rows = self.among_zeros()
+        if placed.reduce == "prod" and placed.includes:
+            if empty:
+                mask = Ref(self.mask(self.count == 0, "empty"))
+                rows = emit(aten.masked_fill.Scalar, Ref(rows), mask, 1.0)
+            emit(aten.mul.Tensor, Ref(into), Ref(rows))
+        elif placed.reduce in ("sum", "mean") and placed.includes:
+            rows = emit(aten.add.Tensor, Ref(into), Ref(rows))
             if placed.reduce == "mean":
                 share = self.column(self.shares, "share")
-                self.emit(aten.mul.Tensor, Ref(rows), Ref(share))
-        elif bool((self.count == 0).any()):
-            mask = Ref(self.mask(self.count > 0, "placed"))
-            self.emit(aten.where.self, mask, Ref(self.reduced()), Ref(into))
-        else:
-            self.reduced()
+                emit(aten.mul.Tensor, Ref(rows), Ref(share))
+        elif empty:
+            emit(aten.where.self, Ref(self.mask(self.count > 0, "placed")), Ref(rows), Ref(into))
 
-    def reduced(self) -> str:
-        """The rows, reduced among zeros."""
-        placed, zeros = self.placed, Ref(self.zeros())
-        index = Ref(self.constant(placed.index, f"{self.item.name}_rows", placed.index.dtype))
-        args = (zeros, placed.dim, index, Ref(placed.source))
-        if placed.reduce in ("sum", "copy"):
-            return self.emit(aten.index_add.default, *args)
-        return self.emit(aten.index_reduce.default, *args, placed.reduce, include_self=False)
+    def among_zeros(self) -> str:
+        """Write the rows, reduced among zeros."""
+        placed = replace(self.placed, source=self.source())
+        adds = placed.reduce in ("sum", "copy")
+        if adds and (product := self.sums.write(placed)) is not None:
+            return product
+        rows = Ref(self.front(placed.source, placed.dim)), Ref(self.index(placed))
+        return self.back(placed.dim, PLACE, *rows, len(self.count), "sum" if adds else placed.reduce)
 
     @property
     def shares(self) -> Tensor:
@@ -173,41 +135,47 @@ class RowPlacer:
 
     # -- constants and operators ------------------------------------------------------------------------
 
-    def shape(self) -> tuple[int, ...]:
-        source = list(self.specs[self.placed.source].shape)
-        source[self.placed.dim] = len(self.count)
-        return tuple(source)
-
-    def zeros(self) -> str:
-        if self.placed.into is not None and self.is_zero(self.placed.into):
-            return self.placed.into
-        made = {"dtype": self.specs[self.placed.source].dtype, "device": torch.device("cpu")}
-        return self.emit(aten.zeros.default, [*self.shape()], requires_grad=False, **made)
+    def source(self) -> str:
+        """The rows that are placed, as many as the index says."""
+        placed, specs = self.placed, self.editor.specs
+        shape = list(specs[self.editor.result].shape)
+        shape[placed.dim] = len(placed.index)
+        spec = replace(specs[placed.source], shape=tuple(shape))
+        if spec == specs[placed.source]:
+            return placed.source
+        return self.editor.emit(aten.expand.default, Ref(placed.source), shape, spec=spec, word="values")
 
     def mask(self, rows: Tensor, name: str) -> str:
         """A constant of flags, one for each row."""
-        return self.constant(self.spread(rows), f"{self.item.name}_{name}", rows.dtype)
+        return self.editor.constant(f"{self.editor.item.name}_{name}", self.spread(rows))
+
+    def column(self, rows: Tensor, name: str) -> str:
+        """A constant of numbers, one for each row, which are rounded to the rows' dtype."""
+        rows, dtype = self.spread(rows.double()), self.editor.specs[self.placed.source].dtype
+        return self.editor.constant(f"{self.editor.item.name}_{name}", rows.to(dtype), rows)
 
     def spread(self, rows: Tensor) -> Tensor:
         """One element for each row, as it is broadcast to all of them."""
-        shape = [1] * len(self.shape())
+        shape = [1] * len(self.editor.specs[self.editor.result].shape)
         shape[self.placed.dim] = len(rows)
         return rows.view(shape)
 
-    def column(self, rows: Tensor, name: str) -> str:
-        """A constant of numbers, one for each row."""
-        dtype = self.specs[self.placed.source].dtype
-        return self.constant(self.spread(rows.double()), f"{self.item.name}_{name}", dtype)
+    def front(self, name: str, dim: int) -> str:
+        """A tensor with `dim` as the first."""
+        if not dim:
+            return name
+        spec = _swapped(self.editor.specs[name], dim)
+        return self.editor.emit(aten.transpose.int, Ref(name), 0, dim, spec=spec, word="front")
 
-    def emit(self, target: Any, *args: Any, requires_grad: bool = True, **kwargs: Any) -> str:
-        """Write an operator that makes a tensor of the result's shape, and give its name."""
-        result = self.item.results[0]
-        assert result is not None
-        spec = self.specs[result]
-        name = f"{result}_{schema_of(target).name.partition('::')[2]}_{len(self.written)}"
-        self.specs[name] = spec if requires_grad else replace(spec, requires_grad=False)
-        made = replace(
-            self.item, name=name, target=target, args=args, kwargs=kwargs, results=(name,), order=()
-        )
-        self.written.append(made)
-        return name
+    def back(self, dim: int, target: Any, *args: Any) -> str:
+        """Write an operator on rows, and put what it gives back where `dim` was."""
+        spec = self.editor.specs[self.editor.result]
+        made = self.editor.emit(target, *args, spec=_swapped(spec, dim))
+        return self.editor.emit(aten.transpose.int, Ref(made), 0, dim) if dim else made
+
+
+def _swapped(spec: TensorSpec, dim: int) -> TensorSpec:
+    """A tensor's spec with `dim` and the first one swapped."""
+    shape = list(spec.shape)
+    shape[0], shape[dim] = shape[dim], shape[0]
+    return replace(spec, shape=tuple(shape))

@@ -14,7 +14,7 @@ Where anything else sees rows in their order, they stay in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelati
 from autopar.trace.forms.grouped_products import GROUPED_MM
 from autopar.trace.forms.simplify import without_dead_code, without_identities
 from autopar.trace.forms.sparse_products import NAMESPACE
+from autopar.trace.write.graph_editor import GraphEditor
 
 aten = torch.ops.aten
 _Library: Any = torch.library.Library  # ships without types
@@ -60,7 +61,7 @@ class _Unsorting:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.known = graph, SortedRows(graph)
-        self.specs = dict(graph.specs)
+        self.specs, self.editor = graph.specs, GraphEditor(graph)
         self.marks: dict[str, SortingRelation] = {}
         self.keys: dict[str, Ref] = {}  # by the operator that sorts them
         self.kept: set[str] = set()  # sorts whose order somebody else sees
@@ -75,9 +76,10 @@ class _Unsorting:
         self.grouped -= self.kept
         if not self.grouped:
             return self.graph
-        operators = tuple(each for item in self.graph.operators for each in self.unsorted(item))
-        written = replace(self.graph, operators=operators, specs=self.specs)
-        return without_dead_code(without_identities(written))
+        for item in self.graph.operators:
+            self.editor.start(item)
+            self.unsort()
+        return without_dead_code(without_identities(self.editor.finish()))
 
     # -- which rows are sorted, and who sees them -----------------------------------------------------
 
@@ -118,7 +120,7 @@ class _Unsorting:
         self.marks |= {name: mark for name in names if name}
 
     def into_nothing(self, given: Sequence[SortingRelation | None]) -> list[SortingRelation | None]:
-        """Without the marks of tensors that are only as long as the rows."""
+        """Marks without those of tensors that are only as long as the rows."""
         return [None if mark and mark.order is Order.NOTHING else mark for mark in given]
 
     def returns(self, item: Operator) -> bool:
@@ -142,60 +144,42 @@ class _Unsorting:
 
     # -- the graph without them -----------------------------------------------------------------------
 
-    def unsorted(self, item: Operator) -> Iterator[Operator]:
-        """Operators that replace one whose rows are sorted; others stay."""
+    def unsort(self) -> None:
+        """Write the operator for rows at their own places where they were sorted."""
+        item = self.editor.item
         given = [self.marks.get(name) for name in item.operands]
         sorts = {mark.by for mark in given if mark and mark.order is Order.ROWS} & self.grouped
-        if item.name in self.back:
-            yield from self.returned(item) if sorts else [item]
-            return
         mark = next((self.marks[name] for name in item.results if name in self.marks), None)
-        if mark is None or mark.order is not Order.ROWS or mark.by not in self.grouped:
-            yield item
+        if item.name in self.back:
+            self.bring_back() if sorts else self.editor.keep()
+        elif mark is None or mark.order is not Order.ROWS or mark.by not in self.grouped:
+            self.editor.keep()
         elif facts_of(item.target).group_ends is not None:
             rows, matrices = item.args[:2]
-            yield replace(item, target=ROUTED_MM, args=(rows, matrices, self.keys[mark.by]), kwargs={})
-        elif not sorts:  # here they were sorted
-            numbers = self.marks[item.operands[1]]
-            many = (aten.repeat_interleave.self_int, (item.args[0], numbers.per, 0))
-            target, args = many if numbers.per > 1 else (aten.alias.default, (item.args[0],))
-            yield replace(item, target=target, args=args, kwargs={})
+            self.editor.keep(target=ROUTED_MM, args=(rows, matrices, self.keys[mark.by]), kwargs={})
+        elif sorts:
+            self.editor.keep()
+        elif (per := self.marks[item.operands[1]].per) > 1:  # here they were sorted
+            args = item.args[0], per, 0
+            self.editor.keep(target=aten.repeat_interleave.self_int, args=args, kwargs={})
         else:
-            yield item
+            self.give_as_it_is(item.args[0])
 
-    def returned(self, item: Operator) -> Iterator[Operator]:
+    def give_as_it_is(self, rows: Ref) -> None:
+        self.editor.keep(target=aten.alias.default, args=(rows,), kwargs={})
+
+    def bring_back(self) -> None:
         """Rows that are where they came from already, the `per` of one added up."""
-        if item.target is aten.index.Tensor:
-            yield replace(item, target=aten.alias.default, args=(item.args[0],), kwargs={})
+        editor, item = self.editor, self.editor.item
+        if item.target is not aten.index_add.default:
+            self.give_as_it_is(item.args[2 if item.target is aten.index_put.default else 0])
             return
-        rows = item.args[2] if item.target is aten.index_put.default else item.args[3]
-        if item.target is aten.index_put.default:
-            yield replace(item, target=aten.alias.default, args=(rows,), kwargs={})
-            return
-        into, per = item.args[0], self.marks[item.operands[1]].per
+        rows, per = item.args[3], self.marks[item.operands[1]].per
         if per > 1:
-            spec = self.specs[rows.name]
+            spec = editor.specs[rows.name]
             count, *others = spec.shape
-            parted = self.title(item, "parted", replace(spec, shape=(count // per, per, *others)))
-            summed = self.title(item, "summed", replace(spec, shape=(count // per, *others)))
             shape = [count // per, per, *others]
-            yield replace(
-                item, name=parted, target=aten.view.default, args=(rows, shape), kwargs={}, results=(parted,)
-            )
-            yield replace(
-                item,
-                name=summed,
-                target=aten.sum.dim_IntList,
-                args=(Ref(parted), [1]),
-                kwargs={},
-                results=(summed,),
-            )
-            rows = Ref(summed)
-        yield replace(item, target=aten.add.Tensor, args=(into, rows), kwargs={})
-
-    def title(self, item: Operator, word: str, spec: Any) -> str:
-        name = f"{item.name}_{word}"
-        while name in self.specs:
-            name += "_"
-        self.specs[name] = spec
-        return name
+            parts = editor.emit(aten.view.default, rows, shape, spec=replace(spec, shape=tuple(shape)))
+            summed = replace(spec, shape=(count // per, *others))
+            rows = Ref(editor.emit(aten.sum.dim_IntList, Ref(parts), [1], spec=summed))
+        editor.keep(target=aten.add.Tensor, args=(item.args[0], rows), kwargs={})

@@ -20,11 +20,11 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.core.graph import Graph, Operator, Ref, map_refs
 from autopar.sharding.rowwise import rowwise
-from autopar.trace.forms.simplify import without_dead_code
 from autopar.trace.rewrites.edge_operators import PICK, PLACE
 from autopar.trace.values.structure import digest_of
+from autopar.trace.write.graph_editor import GraphEditor
 
 aten = torch.ops.aten
 _DROPOUT = aten.dropout.default
@@ -39,18 +39,16 @@ def with_sorted_edges(graph: Graph) -> Graph:
 
 class _Sorting:
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.specs = graph, dict(graph.specs)
+        self.graph, self.editor, self.specs = graph, GraphEditor(graph), graph.specs
         self.inputs = {item.name: item for item in graph.inputs}
-        self.added: dict[str, GraphInput] = {}
-        self.ties = nx.utils.UnionFind(graph.specs)
+        self.ties = nx.utils.UnionFind(self.specs)
         for item in graph.operators:
             self.ties.union(*self.rows_of(item), *(name for name in item.results[:1] if name))
         self.votes = self.count_votes()
         self.orders: dict[str, Tensor | None] = {}  # by one of the tensors that are tied
         for tied in self.votes:
             self.find_order(tied)
-        self.written: list[Operator] = []
-        self.item = graph.operators[0]  # what is being written
+        self.moved: dict[tuple[str, str], str] = {}  # tensor, order -> the tensor in it
 
     def rows_of(self, item: Operator) -> tuple[str, ...]:
         """The operands whose rows an operator goes through one by one, but for drawing a mask."""
@@ -96,48 +94,35 @@ class _Sorting:
         if all(order is None for order in self.orders.values()):
             return self.graph
         for item in self.graph.operators:
-            self.item = item
-            self.write()
+            self.editor.start(item)
+            self.write(item)
         outputs = tuple(map(self.as_before, self.graph.outputs))
         writes = tuple((buffer, self.as_before(name)) for buffer, name in self.graph.writes)
-        made = replace(
-            self.graph,
-            inputs=(*self.graph.inputs, *self.added.values()),
-            operators=tuple(self.written),
-            specs=self.specs,
-            outputs=outputs,
-            writes=writes,
-        )
-        return without_dead_code(made)
+        return self.editor.finish(outputs=outputs, writes=writes)
 
-    def write(self) -> None:
-        """The operator on rows in order where it goes through them one by one, else as it was."""
-        item = self.item
-        order = self.order_of(item.results[0])
+    def write(self, item: Operator) -> None:
+        """Write the operator on rows in order where it goes through them one by one, else as it was."""
+        order, keep = self.order_of(item.results[0]), self.editor.keep
         if item.target is PLACE:
             rows, index, *rest = item.args
             places, before = self.ordered_places(index.name, order), self.order_of(rows.name)
             places = places if before is None else places[before]
-            moved = self.index(places, index.name)
-            self.emit(args=(Ref(self.in_order(rows.name)), Ref(moved), *rest))
+            keep(args=(Ref(self.in_order(rows.name)), Ref(self.index(places, index.name)), *rest))
         elif item.target is PICK:
             x, index = item.args
             places = self.value(index.name)
             if x.name not in self.inputs and (before := self.order_of(x.name)) is not None:
                 places = torch.argsort(before)[places]
             places = places if order is None else places[order]
-            self.emit(args=(x, Ref(self.index(places, index.name))))
+            keep(args=(x, Ref(self.index(places, index.name))))
         elif not any(self.order_of(name) is not None for name in item.results):
-            self.emit(**self.operands(frozenset()))
+            keep(**self.operands(frozenset()))
         elif item.target is _DROPOUT and order is not None:
-            self.drop(order)
+            self.drop(item, order)
         elif rows_of := self.rows_of(item):
-            self.emit(**self.operands(frozenset(rows_of)))
+            keep(**self.operands(frozenset(rows_of)))
         else:
-            self.reorder()
-
-    def emit(self, **changes: Any) -> None:
-        self.written.append(replace(self.item, **changes))
+            self.reorder(item)
 
     def operands(self, by_row: frozenset[str]) -> dict[str, Any]:
         """The operator's arguments, those in order that it goes through `by_row`, the others as they were."""
@@ -145,38 +130,30 @@ class _Sorting:
         def told(ref: Ref) -> Ref:
             return Ref(self.in_order(ref.name) if ref.name in by_row else self.as_before(ref.name))
 
-        return {"args": map_refs(self.item.args, told), "kwargs": map_refs(self.item.kwargs, told)}
+        item = self.editor.item
+        return {"args": map_refs(item.args, told), "kwargs": map_refs(item.kwargs, told)}
 
-    def reorder(self) -> None:
+    def reorder(self, item: Operator) -> None:
         """The operator as it was, and then those of its results in order that others take so."""
-        ordered = [name for name in self.item.results if self.order_of(name) is not None]
-        before = {name: f"{name}_unsorted" for name in ordered if name}
-        self.specs |= {other: self.specs[name] for name, other in before.items()}
-        results = tuple(before.get(name, name) if name else None for name in self.item.results)
-        self.emit(**self.operands(frozenset()), results=results)
+        ordered = [name for name in item.results if name and self.order_of(name) is not None]
+        before = {name: self.editor.title(f"{name}_unsorted") for name in ordered}
+        self.editor.specs |= {other: self.specs[name] for name, other in before.items()}
+        results = tuple(before.get(name, name) if name else None for name in item.results)
+        self.editor.keep(**self.operands(frozenset()), results=results)
         for name, other in before.items():
-            self.pick(other, name, self.order_of(name))
+            args = Ref(other), Ref(self.index(self.order_of(name), "edge_order"))
+            self.editor.keep(name=name, target=PICK, args=args, kwargs={}, results=(name,), order=())
 
-    def drop(self, order: Tensor) -> None:
+    def drop(self, item: Operator, order: Tensor) -> None:
         """A dropout of rows in order, by the mask that the old order draws."""
-        result, (x, *rest) = self.item.results[0], self.item.args
-        assert result is not None
-        spec = replace(self.specs[result], requires_grad=False)
-        ones, drawn, mask = (f"{result}_{name}" for name in ("ones", "drawn", "mask"))
-        self.specs |= dict.fromkeys((ones, drawn, mask), spec)
-        made = {"dtype": spec.dtype, "device": torch.device("cpu")}
-        target = aten.ones.default
-        self.emit(name=ones, target=target, args=([*spec.shape],), kwargs=made, results=(ones,), order=())
-        self.emit(name=drawn, args=(Ref(ones), *rest), results=(drawn,))
-        self.pick(drawn, mask, order)
-        operands = Ref(self.in_order(x.name)), Ref(mask)
-        self.emit(target=aten.mul.Tensor, args=operands, kwargs={}, order=())
-
-    def pick(self, x: str, result: str, order: Tensor | None) -> None:
-        """Write a pick of rows of x in an order, as a part of what the operator is."""
-        assert order is not None
-        args = Ref(x), Ref(self.index(order, "edge_order"))
-        self.emit(name=f"{result}_pick", target=PICK, args=args, kwargs={}, results=(result,), order=())
+        emit, (x, *rest) = self.editor.emit, item.args
+        spec = replace(self.specs[self.editor.result], requires_grad=False)
+        device = torch.device("cpu")
+        ones = emit(aten.ones.default, [*spec.shape], spec=spec, dtype=spec.dtype, device=device)
+        drawn = emit(_DROPOUT, Ref(ones), *rest, spec=spec)
+        mask = emit(PICK, Ref(drawn), Ref(self.index(order, "edge_order")), spec=spec)
+        args = Ref(self.in_order(x.name)), Ref(mask)
+        self.editor.keep(target=aten.mul.Tensor, args=args, kwargs={}, order=())
 
     def in_order(self, name: str) -> str:
         """The name of a tensor with its rows in order: what operators make is so, inputs are picked."""
@@ -185,43 +162,35 @@ class _Sorting:
             return name
         if self.inputs[name].value is not None:
             return self.constant(name, order)
-        moved = f"{name}_sorted"
-        if moved not in self.specs:
-            self.specs[moved] = self.specs[name]
-            self.pick(name, moved, order)
-        return moved
+        return self.pick(name, order, "sorted")
 
     def as_before(self, name: str) -> str:
         """The name of a tensor with its rows as the user has them."""
         order = self.order_of(name)
         if order is None or name in self.inputs:
             return name
-        before = f"{name}_unsorted"
-        if before not in self.specs:
-            self.specs[before] = self.specs[name]
-            self.pick(name, before, torch.argsort(order))
-        return before
+        return self.pick(name, torch.argsort(order), "unsorted")
 
-    def constant(self, name: str, order: Tensor | None) -> str:
+    def pick(self, name: str, order: Tensor, word: str) -> str:
+        """The name of a tensor with its rows in an order, picked once."""
+        if (name, word) not in self.moved:
+            args = Ref(name), Ref(self.index(order, "edge_order"))
+            picked = self.editor.emit(PICK, *args, spec=self.specs[name], word=word)
+            self.moved[name, word] = picked
+        return self.moved[name, word]
+
+    def constant(self, name: str, order: Tensor) -> str:
         """A constant with its rows in an order."""
-        if order is None:
-            return name
-        given = self.inputs[name]
-        exact = None if given.exact is None else given.exact[order]
-        return self.add(self.value(name)[order], name, exact)
+        exact = self.inputs[name].exact
+        return self.add(self.value(name)[order], name, None if exact is None else exact[order])
 
-    def index(self, places: Tensor, name: str) -> str:
+    def index(self, places: Tensor | None, name: str) -> str:
         """A constant of places, `name` itself if that is what it says."""
+        assert places is not None
         known = self.inputs.get(name)
         same = known is not None and known.value is not None and torch.equal(known.value, places)
         return name if same else self.add(places, name)
 
     def add(self, value: Tensor, name: str, exact: Tensor | None = None) -> str:
         title = f"{name}_{digest_of(value)[:12]}"
-        if title not in self.added:
-            spec = TensorSpec(tuple(value.shape), value.dtype)
-            self.specs[title] = spec
-            self.added[title] = GraphInput(
-                title, InputKind.CONSTANT, f"sorted.{title}", spec, value=value.contiguous(), exact=exact
-            )
-        return title
+        return title if title in self.editor.inputs else self.editor.constant(title, value, exact)

@@ -50,7 +50,7 @@ class Answers:
         return is_traced
 
     def of_tensors(self, own: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """Answers a library's question about a tensor."""
+        """Replace a library's test for traced tensors by one that says no in eager answers."""
 
         def is_fake(value: Any) -> bool:
             self.asked = True
@@ -61,7 +61,7 @@ class Answers:
 
 @contextmanager
 def heard(answers: Answers) -> Iterator[None]:
-    """Within, in a trace, user code hears these answers."""
+    """Give user code these answers to its questions whether it is traced."""
     with ExitStack() as stack:
         for question, flag in zip(questions, flags, strict=True):
             stack.enter_context(question.replaced(answers.to_torch_alone(flag.now)))

@@ -60,7 +60,7 @@ State = Mapping[str, StateEntry]  # by path
 
 
 def buffers_of(model: nn.Module) -> State:
-    """All buffers, also those that are None."""
+    """Buffers of all modules by path, None where one is declared without a tensor."""
     return {
         _path(path, name): StateEntry(own_buffers(module), name, value)
         for path, module in model.named_modules()
@@ -258,7 +258,7 @@ class NewState:
             held.update({name: before[name] for name in before if _is_anew(name, held, before, unsaved)})
 
     def _new(self) -> Iterator[tuple[str, Any, bool]]:
-        """Their paths, what they are, and whether a state dict has them."""
+        """Attributes that forward has added: path, value, and whether a state dict has it."""
         for path, held, before, unsaved in self._held:
             for name, item in held.items():
                 if name not in before or _is_anew(name, held, before, unsaved):
@@ -271,7 +271,7 @@ def _unsaved(model: nn.Module) -> set[str]:
 
 
 def _is_anew(name: str, held: dict[str, Any], before: dict[str, Any], unsaved: set[str]) -> bool:
-    """Whether a buffer that no state dict has is one that doesn't fit where the one before was."""
+    """Whether a buffer outside of state dicts has changed its shape or dtype."""
     old, new = before[name], held.get(name)
     fits = old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
     return name in unsaved and new is not None and not fits
@@ -284,7 +284,7 @@ def check_cached(
 
     What is made of constants doesn't, nor what is made of buffers that no state dict has and forward keeps.
     """
-    makers = {result: operator for operator in graph.operators for result in operator.results if result}
+    makers = graph.makers()
     unsaved, written = _unsaved(model), dict(graph.writes)
     buffers = (item for item in graph.inputs if item.kind is InputKind.BUFFER)
     kept = {item.name for item in buffers if unsaved.issuperset((item.target, *item.aliases))}

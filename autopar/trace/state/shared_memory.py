@@ -79,7 +79,7 @@ _earlier: ContextVar[Memory | None] = ContextVar("what the traced model held bef
 
 @contextmanager
 def replacing(memory: Memory) -> Iterator[None]:
-    """Within, models are traced whose modules held this `memory` before."""
+    """Trace within models whose modules held this `memory` before."""
     token = _earlier.set(memory)
     try:
         yield

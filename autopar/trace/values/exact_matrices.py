@@ -71,6 +71,6 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Within, nothing is recorded, and tensors have values."""
+    """Leave the trace: nothing is recorded, and tensors have values."""
     with without_modes(), without_functions(), torch.no_grad():
         yield

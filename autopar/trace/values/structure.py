@@ -251,7 +251,7 @@ class Evaluating(TorchFunctionMode):
     def _evaluate(
         self, function: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> tuple[bool, Any]:
-        """Whether the call is one of structure, and its results."""
+        """Compute a call on structure alone: (True, its results), else (False, None)."""
         if name.endswith("_") and not name.endswith("__") and any(map(_rounds, tensors)):
             return False, None
         with outside():

@@ -1,6 +1,7 @@
 """The exported graph written down as operators that assign each tensor once.
 
 graph_builder        writes the exported graph down as operators
+graph_editor         writes a graph anew, operator by operator
 written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
 casts                what autocast casts, as operators
