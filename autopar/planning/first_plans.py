@@ -7,18 +7,22 @@ a price, with as much computed again as the cap asks:
     filter     Megatron's column split, channel its row split
     domain     spatial or sequence parallel
 
-They are the rows beside the plan, and the incumbent that a search must beat.
+They are the incumbent that a search must beat, and rows beside the plan: each as good as its kind can be made
+within the cap, over all devices, of the whole batch at once or in as few parts as fit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.cluster import ClusterSpec
 from autopar.core.deadline import is_over
 from autopar.core.force import Force
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.mesh_search import MeshProblem
@@ -70,3 +74,41 @@ def _lean(problem: MeshProblem, ask: Ask, fastest: Solution, limits: Limits) -> 
         fitted = completed(lean.priced, cap, recompute=ask.recompute, offload=problem.offload)
         found = fitted.peak.nbytes
         yield fitted
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """A global batch: the graph of one of so many parts that follow each other, and the numbers of parts."""
+
+    graph_of: Callable[[int], Graph]
+    counts: Sequence[int]
+
+    def few(self, step: Step, cap: int) -> int | None:
+        """About the fewest parts of which one would fit, if a step saves as much as this one."""
+        room = cap - step.state_bytes
+        enough = [
+            count for count in self.counts if room > 0 and count * room >= step.peak_bytes - step.state_bytes
+        ]
+        return min(enough, default=None)
+
+
+def fitted_step(
+    problem: MeshProblem, batch: WholeBatch, kind: Force, cluster: ClusterSpec, limits: Limits
+) -> tuple[MeshProblem, Step]:
+    """The step of one kind on all devices, in as few parts of the batch as fit, and its problem.
+
+    All devices of the cluster are on one axis. See `first_step` for what it raises."""
+    at_once = _in_parts(problem, batch, batch.counts[0], cluster)
+    step, cap = first_step(at_once, kind, limits), problem.cap or 0
+    count = batch.few(step, cap)
+    if step.peak_bytes <= cap or count is None or count == batch.counts[0] or is_over(limits.deadline):
+        return at_once, step
+    parted = _in_parts(problem, batch, count, cluster)
+    return parted, first_step(parted, kind, limits)
+
+
+def _in_parts(problem: MeshProblem, batch: WholeBatch, count: int, cluster: ClusterSpec) -> MeshProblem:
+    """The problem of all devices on one axis, of the batch in so many parts."""
+    request = replace(problem.request, pipeline_ranks=1, micro_batches=count, mesh=None)
+    mesh, hop = Mesh((cluster.num_devices,)), problem.model.hop(cluster, 1)
+    return MeshProblem(batch.graph_of(count), mesh, cluster, problem.model, request, problem.cap, hop)

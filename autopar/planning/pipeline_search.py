@@ -26,6 +26,7 @@ from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapErr
 from autopar.planning.apart import Apart, complexity
 from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
+from autopar.planning.first_plans import WholeBatch
 from autopar.planning.screening import GraphOf, Screen
 from autopar.planning.search import MeshDecision, decide
 from autopar.solve.program.solution import CutoffError
@@ -135,7 +136,8 @@ def decide_all(
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
     rows = [apart.passed(each, best) for each in others] or apart.left_out(left_out, best, screen.cap)
-    return replace(best, notes=notes, passed=tuple(rows))
+    whole = WholeBatch(graph_of, counts) if request.mesh is None else None
+    return replace(best, notes=notes, passed=tuple(rows), batch=whole)
 
 
 def _once(graph_of: GraphOf) -> GraphOf:

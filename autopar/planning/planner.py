@@ -178,7 +178,7 @@ class Planner:
         plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
         if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, co_runners, budget, deadline=deadline)
-        first = self.first(whole, plain, auto) if deadline is not None else None
+        first = self.first(whole, plain, auto, deadline) if deadline is not None else None
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
@@ -219,7 +219,7 @@ class Planner:
 
         try:
             decision = self.decided(
-                decide_from, at_once, whole, lambda: first or self.first(whole, plain, auto)
+                decide_from, at_once, whole, lambda: first or self.first(whole, plain, auto, deadline)
             )
         except InfeasibleError as error:
             if kept:
@@ -255,13 +255,15 @@ class Planner:
                 raise
             return decide_from(1, None)
 
-    def first(self, whole: Graph, request: Request, auto: Auto) -> MeshDecision | None:
+    def first(
+        self, whole: Graph, request: Request, auto: Auto, deadline: float | None
+    ) -> MeshDecision | None:
         """A plan that is there when time is over, if what is asked for allows one without stages and
         micro-batches."""
         if auto.ranks not in (None, 1) or auto.micro_batches not in (None, 1):
             return None
         with Database.open(self.costdb) as database:
-            return decide_first(whole, self.cluster, request, database=database)
+            return decide_first(whole, self.cluster, request, database=database, deadline=deadline)
 
     def find_again(
         self,

@@ -137,7 +137,7 @@ class Screen:
         return list(best.values())
 
     def choices_in_time(self, ranks: int | None) -> list[PipelineEstimate]:
-        """The same as `choices`, none if time is over."""
+        """Choices as by `choices`; none if time is over."""
         try:
             return self.choices(ranks)
         except SolverError:

@@ -28,12 +28,12 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
-from autopar.planning.first_plans import first_plan
+from autopar.planning.first_plans import WholeBatch, first_plan
 from autopar.planning.measured_first import PlanCalls, most_valuable
 from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
-from autopar.planning.strategies_beside import one_device, strategies_beside
+from autopar.planning.strategies_beside import one_device, strategies_beside, within_the_cap
 from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
@@ -69,6 +69,7 @@ class MeshDecision:
     deadline: float | None
     others: float = math.inf  # seconds that no step on another mesh takes less than
     notes: tuple[str, ...] = ()
+    batch: WholeBatch | None = None  # where its number of parts is the search's own
     passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
 
     @property
@@ -160,7 +161,12 @@ def decide(
 
 
 def decide_first(
-    graph: Graph, cluster: ClusterSpec, request: Request, *, database: Database | None = None
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    database: Database | None = None,
+    deadline: float | None = None,
 ) -> MeshDecision | None:
     """A plan that people run, without stages, on one axis: made in seconds, however little time is left. None
     if none meets the cap."""
@@ -169,7 +175,7 @@ def decide_first(
     model, cap = CostModel.of(cluster, database), request.cap(cluster)
     problem = MeshProblem(graph, mesh, cluster, model, request, cap, model.hop(cluster, 1))
     found = _first([problem])
-    return MeshDecision(problem, found[0][1], cluster, request, None, 0.0) if found else None
+    return MeshDecision(problem, found[0][1], cluster, request, deadline, 0.0) if found else None
 
 
 def finish(decision: MeshDecision) -> FoundPlan:
@@ -183,12 +189,15 @@ def _finished(decision: MeshDecision) -> FoundPlan:
     problem, request = decision.problem, decision.request
     step = problem.refined(decision.step, decision.deadline, decision.others)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
-    alternatives = strategies_beside(problem, Limits(decision.deadline, incumbent=step)) if asked else []
+    limits = Limits(decision.deadline, incumbent=step)
+    alternatives = strategies_beside(problem, limits) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     mixed = step
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
+    if decision.batch is not None and problem.cap is not None:
+        rows = [within_the_cap(row, problem, decision.batch, decision.cluster, step, limits) for row in rows]
     if step.seconds > mixed.seconds:
         rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     if (unlike := mixed.passed) and step.seconds > unlike.seconds:

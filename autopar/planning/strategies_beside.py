@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import PURE
+from autopar.core.deadline import is_over
+from autopar.core.force import PURE, Parallelism
 from autopar.core.mesh import Mesh
-from autopar.errors import AutoparError, InfeasibleError, SolverError
+from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
+from autopar.planning.first_plans import WholeBatch, fitted_step
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import pipeline_of
 from autopar.planning.step_parts import step_parts
@@ -21,6 +23,7 @@ from autopar.solve.stages.step import Step
 from autopar.units import show_bytes
 
 LONGEST_REASON = 120  # characters of a reason
+MUCH_SLOWER = 4.0  # times the plan: how such a strategy could be made to fit isn't looked into
 
 
 def strategies_beside(problem: MeshProblem, limits: Limits) -> list[tuple[Alternative, Step | None]]:
@@ -39,6 +42,38 @@ def strategies_beside(problem: MeshProblem, limits: Limits) -> list[tuple[Altern
             continue
         found.append((beside(problem, kind.value, step), step))
     return found
+
+
+def within_the_cap(
+    row: Alternative,
+    problem: MeshProblem,
+    batch: WholeBatch,
+    cluster: ClusterSpec,
+    plan: Step,
+    limits: Limits,
+) -> Alternative:
+    """The row of a pure strategy, or a better one of its kind over all devices, without stages.
+
+    It is better if it alone meets the cap, or if it is faster."""
+    kind = Parallelism(row.name)
+    asked = problem.request
+    is_whole = asked.pipeline_ranks == 1 and asked.micro_batches == batch.counts[0]
+    is_flat = is_whole and len(problem.mesh.shape) == 1
+    too_slow = row.step_seconds is not None and row.step_seconds > MUCH_SLOWER * plan.seconds
+    if (row.feasible and is_flat) or too_slow or is_over(limits.deadline):
+        return row
+    try:
+        flat, step = fitted_step(problem, batch, kind, cluster, limits)
+    except (InfeasibleError, InputError, SolverError, TraceError):
+        return row
+    own = beside(flat, row.name, step)
+    if not own.feasible or (
+        row.feasible and row.step_seconds is not None and row.step_seconds <= step.seconds
+    ):
+        return row
+    parts = flat.request.micro_batches
+    told = f"mesh {flat.mesh}" + (f", {parts} micro-batches" if parts > 1 else "")
+    return dataclasses.replace(own, reason=told + (", recomputing" if step.recomputes else ""))
 
 
 def one_device(problem: MeshProblem, cluster: ClusterSpec, deadline: float | None) -> Alternative | None:

@@ -341,8 +341,7 @@ class _PlacementSearch:
         return None
 
     def completed(self, priced: PricedProgram) -> Solution:
-        """The program with what is computed again and offloaded so that it fits, unless it is too slow as it
-        is."""
+        """The program with what is computed again so that it fits; as it is if it is too slow already."""
         cap = self.cap if priced.seconds < self.known else None
         return completed(priced, cap, recompute=self.recompute, offload=self.offload)
 
