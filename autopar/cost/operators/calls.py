@@ -21,6 +21,7 @@ from autopar.convert.moves import EFFECTS, MoveAction
 from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
+from autopar.cost.operators.ring_attention import ring_scratch
 from autopar.cost.operators.saved import stand_ins
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from costdb.footprint import footprint
@@ -174,7 +175,17 @@ class _CallReader:
             saved = footprint(double.call, self.kind).saved
             saves = {self.number[double.operands[place]] for place in saved.operands}
             own, self.strips = saved.extra_bytes + self.strips, 0
-        return CallMemory(takes, gives, frozenset(saves), own, gradients, repeats=passed is not None)
+        scratch = ring_scratch(self.emitter, node)
+        return CallMemory(
+            takes,
+            gives,
+            frozenset(saves),
+            own,
+            gradients,
+            repeats=passed is not None,
+            forward_scratch=scratch.forward,
+            backward_scratch=scratch.backward,
+        )
 
     def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[CallResult, ...]:
         found = []
