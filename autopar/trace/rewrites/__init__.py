@@ -2,6 +2,9 @@
 
 constant_folding     folds what follows from constants
 known_masks          masks of attention that hide nothing, or what comes later
+mask_forms           what masks show, by how they are made
+closed_forms         what tensors of numbers hold, at any length
+form_rules           and how that follows from operands
 grouped_heads        keys that heads share, not spread over them
 row_placements       whatever places rows by constants, read as one
 placed_rows          and told as rows that are placed among zeros
