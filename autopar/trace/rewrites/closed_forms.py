@@ -61,18 +61,18 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TwoNumbers:
     """`inside` where all `lines`, of integers, are >= 0, else `outside`."""
 
     lines: tuple[Line, ...]
     inside: Number
     outside: Number
 
-    def of(self, change: Callable[[Number], Number]) -> Choice:
-        return Choice(self.lines, change(self.inside), change(self.outside))
+    def of(self, change: Callable[[Number], Number]) -> TwoNumbers:
+        return TwoNumbers(self.lines, change(self.inside), change(self.outside))
 
 
-Form: TypeAlias = Line | Choice
+Form: TypeAlias = Line | TwoNumbers
 
 
 def padded(slopes: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -80,8 +80,8 @@ def padded(slopes: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (0,) * (rank - len(slopes)) + slopes
 
 
-def complement(form: Choice) -> Choice | None:
+def complement(form: TwoNumbers) -> TwoNumbers | None:
     """The choice by the line that is >= 0 elsewhere, if there is one: of integers -line - 1."""
     if len(form.lines) > 1:
         return None
-    return Choice((form.lines[0].times(-1).plus(Line((), -1)),), form.outside, form.inside)
+    return TwoNumbers((form.lines[0].times(-1).plus(Line((), -1)),), form.outside, form.inside)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autopar.core.graph import Ref
-from autopar.trace.rewrites.closed_forms import HIDDEN, Choice, Form, Line, Number, complement, padded
+from autopar.trace.rewrites.closed_forms import HIDDEN, Form, Line, Number, TwoNumbers, complement, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class FormCall:
                 return Line((), form.outside)
             if line.least(self.shape) < 0:
                 lines.append(line)
-        return Choice(tuple(lines), form.inside, form.outside) if lines else Line((), form.inside)
+        return TwoNumbers(tuple(lines), form.inside, form.outside) if lines else Line((), form.inside)
 
     def _along_dims(self, line: Line) -> Line:
         """The line without slopes along dims of one element, which may be expanded next."""
@@ -112,7 +112,7 @@ def _with_slopes(form: Form, change: Callable[[tuple[int, ...]], tuple[int, ...]
 
     if isinstance(form, Line):
         return changed(form)
-    return Choice(tuple(map(changed, form.lines)), form.inside, form.outside)
+    return TwoNumbers(tuple(map(changed, form.lines)), form.inside, form.outside)
 
 
 def _same(given: FormCall) -> Form | None:
@@ -124,7 +124,7 @@ def _cast(given: FormCall) -> Form | None:
     form = given.form("self")
     if not given.is_bool or form is None:
         return form
-    if isinstance(form, Choice):
+    if isinstance(form, TwoNumbers):
         return form.of(bool)
     return Line((), bool(form.offset)) if form.is_number else None
 
@@ -165,7 +165,7 @@ def _moved(form: Form, dim: int, start: int, step: int) -> Form:
 
     if isinstance(form, Line):
         return changed(form)
-    return Choice(tuple(map(changed, form.lines)), form.inside, form.outside)
+    return TwoNumbers(tuple(map(changed, form.lines)), form.inside, form.outside)
 
 
 def _sliced(given: FormCall) -> Form | None:
@@ -231,9 +231,9 @@ def _sum(sign: int) -> _Rule:
 
 def _each(one: Form, two: Form, compute: Callable[[Number, Number], Number]) -> Form | None:
     """A choice with a number, one by one."""
-    if isinstance(one, Choice) and isinstance(two, Line) and two.is_number:
+    if isinstance(one, TwoNumbers) and isinstance(two, Line) and two.is_number:
         return one.of(lambda number: compute(number, two.offset))
-    if isinstance(two, Choice) and isinstance(one, Line) and one.is_number:
+    if isinstance(two, TwoNumbers) and isinstance(one, Line) and one.is_number:
         return two.of(lambda number: compute(one.offset, number))
     return None
 
@@ -260,8 +260,8 @@ def _product(given: FormCall) -> Form | None:
 
 def _both(one: Form, two: Form) -> Form | None:
     """One number where both choices are inside, 0 elsewhere: products and conjunctions."""
-    if isinstance(one, Choice) and isinstance(two, Choice) and one.outside == two.outside == 0:
-        return Choice((*one.lines, *two.lines), one.inside * two.inside, one.outside)
+    if isinstance(one, TwoNumbers) and isinstance(two, TwoNumbers) and one.outside == two.outside == 0:
+        return TwoNumbers((*one.lines, *two.lines), one.inside * two.inside, one.outside)
     return None
 
 
@@ -275,7 +275,7 @@ def _compared(lines: Callable[[Line], tuple[Line, ...]], compare: Callable[[Any,
                 return Line((), compare(one.offset, two.offset))
             difference = one.plus(two, -1)
             whole = isinstance(difference.offset, int)
-            return Choice(lines(difference), True, False) if whole else None
+            return TwoNumbers(lines(difference), True, False) if whole else None
         return None if one is None or two is None else _each(one, two, compare)
 
     return rule
@@ -336,14 +336,14 @@ def _chosen(condition: Form | None, one: Form | None, other: Form | None) -> For
     if not isinstance(other, Line) or not other.is_number:
         turned = complement(condition)
         one_number = isinstance(one, Line) and one.is_number
-        return _chosen(Choice(turned.lines, True, False), other, one) if turned and one_number else None
+        return _chosen(TwoNumbers(turned.lines, True, False), other, one) if turned and one_number else None
     if isinstance(one, Line):
-        return Choice(condition.lines, one.offset, other.offset) if one.is_number else None
+        return TwoNumbers(condition.lines, one.offset, other.offset) if one.is_number else None
     if one.outside == other.offset:
-        return Choice((*condition.lines, *one.lines), one.inside, other.offset)
+        return TwoNumbers((*condition.lines, *one.lines), one.inside, other.offset)
     turned = complement(one)
     if turned is not None and turned.outside == other.offset:
-        return Choice((*condition.lines, *turned.lines), turned.inside, other.offset)
+        return TwoNumbers((*condition.lines, *turned.lines), turned.inside, other.offset)
     return None
 
 
@@ -360,7 +360,7 @@ def _triangle(sign: int) -> _Rule:
 
     def rule(given: FormCall) -> Form | None:
         line = Line((-sign, sign), -sign * given.get("diagonal", 0))
-        return _chosen(Choice((line,), True, False), given.form("self"), Line((), 0))
+        return _chosen(TwoNumbers((line,), True, False), given.form("self"), Line((), 0))
 
     return rule
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar.ops  # noqa: F401  (declares what is known of operators)
 from autopar.core.graph import Graph
 from autopar.trace.export import trace
-from autopar.trace.rewrites.closed_forms import Choice, Form, Line
+from autopar.trace.rewrites.closed_forms import Form, Line, TwoNumbers
 from autopar.trace.rewrites.mask_forms import MaskForm, MaskForms
 
 SMALLEST = torch.finfo(torch.float32).min
@@ -50,7 +50,7 @@ def holds(form: Form, shape: tuple[int, ...]) -> Tensor:
 
     if isinstance(form, Line):
         return line(form)
-    assert isinstance(form, Choice)
+    assert isinstance(form, TwoNumbers)
     inside = torch.stack([line(each) >= 0 for each in form.lines]).all(0)
     return torch.where(inside, float(form.inside), float(form.outside)).to(torch.float64)
 
