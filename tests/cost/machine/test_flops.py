@@ -149,7 +149,7 @@ def test_each_row_meets_the_matrix_of_its_own_group() -> None:
 
 
 def test_rows_of_attention_count_the_keys_that_they_see() -> None:
-    # rows 2 to 4 of a causal square see 3 + 4 + 5 keys; keys and values have 4 columns, in 2 samples x 3 heads
+    # rows 2 to 4 of a causal square see 3 + 4 + 5 keys; heads have 4 columns, in 2 samples x 3 heads
     query, keys = x(2, 3, 3, 4), x(2, 3, 6, 4)
     for causal, seen in ((True, 3 + 4 + 5), (False, 3 * 6)):
         subject = call(ROWS, query, keys, keys, 2, 0, causal, 0.5)
