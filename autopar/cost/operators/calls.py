@@ -21,7 +21,6 @@ from autopar.convert.moves import EFFECTS, MoveAction
 from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
-from autopar.cost.operators.ring_attention import ring_scratch
 from autopar.cost.operators.saved import stand_ins
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from costdb.footprint import footprint
@@ -109,14 +108,16 @@ def _memory_of(
         if slope is not None and taken is not None
     )
     new, slopes = sum(each.nbytes for each in gives), sum(each.nbytes for each in gradients)
+    scratch = facts_of(call.target).scratch
+    ahead, back = scratch(call.args) if scratch else (0, 0)
     return CallMemory(
         tuple(place for place in places if place is not None),
         tuple(gives),
         frozenset(saves),
         found.saved.extra_bytes,
         gradients,
-        forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes),
-        backward_scratch=max(0, both.backward_bytes - slopes),
+        forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes) + ahead,
+        backward_scratch=max(0, both.backward_bytes - slopes) + back,
     )
 
 
@@ -175,7 +176,8 @@ class _CallReader:
             saved = footprint(double.call, self.kind).saved
             saves = {self.number[double.operands[place]] for place in saved.operands}
             own, self.strips = saved.extra_bytes + self.strips, 0
-        scratch = ring_scratch(self.emitter, node)
+        scratch = facts_of(node.target).scratch
+        ahead, back = scratch(self.emitter.described(node.args)) if scratch else (0, 0)
         return CallMemory(
             takes,
             gives,
@@ -183,8 +185,8 @@ class _CallReader:
             own,
             gradients,
             repeats=passed is not None,
-            forward_scratch=scratch.forward,
-            backward_scratch=scratch.backward,
+            forward_scratch=ahead,
+            backward_scratch=back,
         )
 
     def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[CallResult, ...]:

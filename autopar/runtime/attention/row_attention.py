@@ -143,6 +143,31 @@ def _within(args: Sequence[Any]) -> tuple[Call, ...]:
     return tuple(plain_calls(query, key, value, list(blocks_of(query, key, first, start, causal))))
 
 
+def row_bytes(*specs: TensorSpec) -> int:
+    """Bytes of one row of each."""
+    return sum(spec.nbytes // max(1, spec.shape[-2]) for spec in specs)
+
+
+def block_scratch(query: TensorSpec, key: TensorSpec, value: TensorSpec, rows: int) -> tuple[int, int]:
+    """Bytes that blocks of at most so many keys need beside results, each way.
+
+    They are a block's own out, or gradients, and sums in as many bits as they are taken in.
+    """
+    wider = wide(query.dtype).itemsize // query.dtype.itemsize
+    out, block = query.nbytes // query.shape[-1] * value.shape[-1], rows * row_bytes(key, value)
+    sums = wider * (query.nbytes + key.nbytes + value.nbytes) if wider > 1 else 0
+    return out * (1 + 2 * wider if wider > 1 else 1), query.nbytes + block + sums
+
+
+def _scratch(args: Sequence[Any]) -> tuple[int, int]:
+    query, key, value, first, start, causal, _ = args
+    blocks = list(blocks_of(query, key, first, start, causal))
+    forward, backward = block_scratch(
+        query, key, value, max((block.keys[1] - block.keys[0] for block in blocks), default=0)
+    )
+    return (forward if len(blocks) > 1 else 0), backward
+
+
 def _seen(call: SizedCall) -> int:
     """Number of scores in each head."""
     q, k = call.operands[:2]
@@ -165,4 +190,4 @@ def _scores(call: SizedCall) -> FusedScores:
     return FusedScores(math.prod(q.shape[:-2]), rows, keys, width, v.shape[-1])
 
 
-declare(ROWS, flops=_flops, products=_scores, within=_within)
+declare(ROWS, flops=_flops, products=_scores, within=_within, scratch=_scratch)

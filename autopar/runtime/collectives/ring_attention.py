@@ -32,8 +32,15 @@ from torch import Tensor
 from autopar.core.operator_facts import declare
 from autopar.core.score_blocks import ScoreBlock, Span, score_blocks, seen_keys
 from autopar.runtime import registry
-from autopar.runtime.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of
-from autopar.runtime.attention.row_attention import ROWS, backward_shape, save, shape_of
+from autopar.runtime.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of, wide
+from autopar.runtime.attention.row_attention import (
+    ROWS,
+    backward_shape,
+    block_scratch,
+    row_bytes,
+    save,
+    shape_of,
+)
 from autopar.runtime.collectives import transport
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
@@ -215,4 +222,18 @@ def _own_block(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     return ROWS, (query, key, value, starts[place], owned[place], causal, scale)
 
 
-declare(registry.operator("ring_attention"), local_form=_own_block)
+def _scratch(args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes beside operands and results: parts of keys and values, of which one is under way, and in backward
+    the gradients of a part, those that leave and those that arrive."""
+    query, key, value, _, place, *how, _ = args
+    ring = Ring(*how)
+    spans = [ring.keys(place, ring.owner(place, step)) for step in range(len(ring.starts))]
+    own, *taken = (stop - start for start, stop in spans)
+    rows, wider = max(taken, default=0), wide(query.dtype).itemsize // query.dtype.itemsize
+    forward, backward = block_scratch(query, key, value, max(own, rows))
+    pair = row_bytes(key, value)
+    parts = min(2, len(taken)) * rows * pair
+    return parts + forward, 2 * parts + wider * max(own, rows) * pair + backward
+
+
+declare(registry.operator("ring_attention"), local_form=_own_block, scratch=_scratch)
