@@ -3,6 +3,7 @@
 graph         the traced model: operators in order, tensors by name
 operator_facts   what is true of an operator, beside its rule
 size_patterns   what calls give that differ by sizes alone
+score_blocks   scores of attention that a rank's rows see
 work          what a call computes, by its sizes
 fingerprint   what a plan is for, as text
 cluster_keys   how a cluster's description is read, with bounds and lines

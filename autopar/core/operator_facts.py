@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from autopar.core.graph import Operator
+    from autopar.core.graph import Call, Operator
     from autopar.core.work import Flops, FusedScores, Multiplication, SizedCall
 
 
@@ -115,6 +115,8 @@ class Facts:
     products: Callable[[SizedCall], Multiplication | FusedScores] | None = None
     chooses_by_device: bool = False  # its kernel, so that the meta device is none to observe it on
     on_gpu: Callable[..., Tensor] | None = None  # gives and saves what its fused kernel does, without a GPU
+    within: Callable[[Sequence[Any]], Sequence[Call]] | None = None  # calls that cost, together, what it does
+    scratch: Callable[[Sequence[Any]], tuple[int, int]] | None = None  # bytes within, each way, in passing
     local_form: LocalForm | None = None  # of a collective operator: a local call that costs about as much
     allows_tf32: bool = False  # in float32 on GPUs, unless torch is told otherwise
     gathers: bool = False  # reads of its first operand only what it gives

@@ -2,10 +2,12 @@
 
     "b h q e., b h k. e., b h k. v -> b h q v"       softmax(q kᵀ scale + mask) v
 
-Keys are whole. With grouped queries, heads = (key heads, queries of each): sharded on the outer
-atom the keys go along, on the inner one every rank takes all keys. A causal mask over sharded
-query rows is written out for the rank's rows; dropout is decomposed as torch's own reference does,
-so that its mask can be the serial one, sliced.
+Keys are whole, or split as the queries are: one more option, *ring*, whose operator brings the parts
+together block by block (`autopar.runtime.collectives.ring_attention`). With grouped queries, heads =
+(key heads, queries of each): sharded on the outer atom the keys go along, on the inner one every rank takes
+all keys. Causal rows of a rank are a rectangle and a triangle of scores. With dropout, and where keys are of
+fewer samples or heads, the mask of these rows is written out and keys stay whole; dropout is decomposed as
+torch's own reference does, so that its mask can be the serial one, sliced.
 
 Of s queries and t keys of size e, with values of size d, forward costs 2 b h s t (e + d) operations, and
 backward, which computes the scores once more, 2 b h s t (3 e + 2 d). A causal mask saves fused kernels half.
@@ -13,6 +15,7 @@ backward, which computes the scores once more, 2 b h s t (3 e + 2 d). A causal m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,14 +25,17 @@ from torch import Tensor
 
 from autopar.core.operator_facts import AttentionArguments, declare
 from autopar.core.placement import Shard
+from autopar.core.score_blocks import score_blocks
 from autopar.core.strategy import Option
 from autopar.core.work import Flops, FusedScores, SizedCall
 from autopar.sharding.atoms import Atoms, Relation
 from autopar.sharding.equation import Equation, Labels
+from autopar.sharding.halo import place_along, places_along
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 _KEYS = (1, 2)  # the operands key and value
+RING = "ring"  # the factor of queries and keys that are split alike
 
 
 @register
@@ -73,14 +79,24 @@ class Attention(Rule):
             at, heads = len(op.shape(0)) - 3, op.shape(1)[-3]
             found.append(Relation(((query, at),), ((key, at), op.shape(0)[at] // heads)))
             found.append(Relation(((key, at),), ((value, at),)))
+        if self.in_blocks(op):
+            (key, key_rows), (value, value_rows) = ((op.operands[i], len(op.shape(i)) - 2) for i in _KEYS)
+            found.append(Relation(((key, key_rows),), ((value, value_rows),)))
         return found
+
+    def in_blocks(self, op: Instance) -> bool:
+        """Whether blocks of its scores can be computed apart and merged."""
+        shapes = [op.shape(operand) for operand in range(3)]
+        leads = {shape[: -3 if self.grouped(op) else -2] for shape in shapes}
+        plain = op["dropout_p"] == 0.0 and not op.has("attn_mask") and op.spec(0).dtype.is_floating_point
+        return plain and len(leads) == 1 and len(shapes[0]) > 2 and 0 not in shapes[1]
 
     def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         depth = super().depth_of(op, equation, factor, atoms)
         return min(depth, 1) if factor == "q" else depth  # a rank's rows are one range
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
-        found = super().options(op, atoms)
+        found = [*super().options(op, atoms), *self.ring(op, atoms)]
         if not self.grouped(op):
             return found
         at, heads = len(op.shape(0)) - 3, self.lead(op)[-1]
@@ -98,7 +114,21 @@ class Attention(Rule):
                 kept.append(Option(option.factor, operands, option.results))
         return kept
 
+    def ring(self, op: Instance, atoms: Atoms) -> list[Option]:
+        """Queries, keys and values split along their rows."""
+        rows = [len(op.shape(operand)) - 2 for operand in range(3)]
+        cut = {atoms.of[op.operands[operand]][rows[operand]] for operand in _KEYS}
+        if not self.in_blocks(op) or len(cut) > 1:
+            return []
+        return [Option(RING, tuple(map(Shard, rows)), (Shard(rows[0]),))]
+
     def lower(self, site: Site) -> Sequence[Any]:
+        if site.axes(RING):
+            return (self.by_ring(site),)
+        if site["is_causal"] and site.axes("q") and self.in_blocks(site):
+            first, _ = self.rows_at(site, 0, site.coordinate)
+            rows = torch.ops.autopar_attention.rows.default
+            return (site.call(rows, *site.values, first, 0, True, self.scale(site)),)
         if float(site["dropout_p"]) > 0.0:
             return (self.with_dropout(site),)
         if site["is_causal"] and site.axes("q"):
@@ -106,15 +136,50 @@ class Attention(Rule):
         return (site.local_call(),)
 
     def reads_position(self, op: Instance, factor: str) -> bool:
-        return bool(op["is_causal"]) and factor == "q"
+        return bool(op["is_causal"]) and factor in ("q", RING)
+
+    def scale(self, site: Site) -> float:
+        return 1.0 / math.sqrt(site.shape(0)[-1]) if site["scale"] is None else float(site["scale"])
+
+    def rows_at(self, site: Site, operand: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The rows [start, stop) of queries or keys that a rank has."""
+        name, dim, layout = site.operands[operand], len(site.shape(operand)) - 2, site.operand_layout(operand)
+        if Shard(dim) not in layout:
+            return 0, site.shape(operand)[dim]
+        inner = math.prod(site.dims.atoms.of[name][dim][1:])
+        start, stop = site.dims.rows(name, Shard(dim), layout, coordinate)
+        return start * inner, stop * inner
+
+    def by_ring(self, site: Site) -> Handle:
+        axes = site.axes(RING)
+        ranks = list(places_along(site, RING))
+        starts, stops = (
+            list(ends) for ends in zip(*(self.rows_at(site, 0, at) for at in ranks), strict=True)
+        )
+        owned = [0, *(self.rows_at(site, 1, at)[1] for at in ranks)]
+        place = place_along(site, RING)
+        how = site.key(axes), place, starts, stops, owned, bool(site["is_causal"]), self.scale(site)
+        shape = *site.emitter.shape(site.values[0])[:-1], site.emitter.shape(site.values[2])[-1]
+        return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*site.values, *how), shape)
+
+    def is_uneven(self, op: Instance) -> bool:
+        return bool(op["is_causal"])
+
+    def fullest(self, site: Site) -> tuple[int, ...]:
+        """The rank whose rows see the most keys."""
+        axes, keys = site.sharding_axes("q", RING), (0, site.shape(1)[-2])
+
+        def scores(coordinate: tuple[int, ...]) -> int:
+            blocks = score_blocks(self.rows_at(site, 0, coordinate), keys, causal=True)
+            return sum(block.scores for block in blocks)
+
+        sizes = (range(size if axis in axes else 1) for axis, size in enumerate(site.mesh_shape))
+        return max(itertools.product(*sizes), key=scores)
 
     def causal(self, site: Site) -> Handle:
         """Mask of keys that the rank's query rows see: those not after the row."""
-        name = site.operands[0]
-        dim = len(site.shape(0)) - 2
-        inner = math.prod(site.dims.atoms.of[name][dim][1:])
-        start, stop = site.dims.rows(name, Shard(dim), site.operand_layout(0), site.coordinate)
-        rows = site.draw(aten.arange.start, start * inner, stop * inner)
+        start, stop = self.rows_at(site, 0, site.coordinate)
+        rows = site.draw(aten.arange.start, start, stop)
         keys = site.draw(aten.arange.start, 0, site.shape(1)[-2])
         return site.call(aten.ge.Tensor, site.call(aten.unsqueeze.default, rows, -1), keys)
 
@@ -125,9 +190,8 @@ class Attention(Rule):
             repeats = site.emitter.shape(query)[-3] // site.emitter.shape(key)[-3]
             key = site.call(aten.repeat_interleave.self_int, key, repeats, -3)
             value = site.call(aten.repeat_interleave.self_int, value, repeats, -3)
-        scale = 1.0 / math.sqrt(site.shape(0)[-1]) if site["scale"] is None else float(site["scale"])
         scores = site.call(aten.matmul.default, query, site.call(aten.transpose.int, key, -2, -1))
-        scores = site.call(aten.mul.Scalar, scores, scale)
+        scores = site.call(aten.mul.Scalar, scores, self.scale(site))
         if site["is_causal"]:
             hidden = site.call(aten.logical_not.default, self.causal(site))
             scores = site.call(aten.masked_fill.Scalar, scores, hidden, -math.inf)

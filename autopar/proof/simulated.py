@@ -209,6 +209,23 @@ def _convolved(window: Tensor, rank: Arguments, index: int) -> Tensor:
     return y.narrow(dim, skipped, spread - 2 * rank["padding"][at] + rank["output_padding"][at])
 
 
+def _ring_attention(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Each rank's queries with all keys, under a mask that is written out."""
+    key, value = (torch.cat([rank[name] for rank in ranks], -2) for name in ("key", "value"))
+    return [_attended(rank, key, value) for rank in ranks]
+
+
+def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
+    query, place = rank["query"], rank["place"]
+    rows = torch.arange(rank["starts"][place], rank["stops"][place], device=query.device)
+    seen = rows.unsqueeze(-1) >= torch.arange(key.shape[-2] if rank["causal"] else 1, device=query.device)
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    scores = (query @ key.mT * rank["scale"]).masked_fill(~seen, -torch.inf)
+    attended: Tensor = scores.softmax(-1) @ value
+    return attended
+
+
 def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Serial batch norm of all samples; each rank's own weight and bias; buffers updated once."""
     xs, one = _tensors(ranks), ranks[0]
@@ -275,6 +292,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "max_reduce": _max_everywhere,
     "convolution": _convolution,
     "batch_norm": _batch_norm,
+    "ring_attention": _ring_attention,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

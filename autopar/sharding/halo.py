@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -69,17 +70,13 @@ class Need:
 
 def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
     """Rows of operand 0 that each rank along the axes of `factor` needs for its rows of result 0."""
-    axes = site.axes(factor)
     name, result = site.operands[0], site.operator.results[0]
     assert result is not None
     shard = Shard(dim)
     scale_in = math.prod(site.dims.atoms.of[name][dim][1:])
     scale_out = math.prod(site.dims.atoms.of[result][dim][1:])
     found = Need([0], [0], [], [])
-    for indices in itertools.product(*(range(site.mesh.shape[axis]) for axis in axes)):
-        place = list(site.coordinate)
-        for axis, index in zip(axes, indices, strict=True):
-            place[axis] = index
+    for place in places_along(site, factor):
         found.owned.append(site.dims.rows(name, shard, site.operand_layout(0), place)[1] * scale_in)
         low, high = site.dims.rows(result, shard, site.result_layout(), place)
         found.made.append(high * scale_out)
@@ -87,6 +84,16 @@ def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
         found.starts.append(start)
         found.stops.append(stop)
     return found
+
+
+def places_along(site: Site, factor: str) -> Iterator[tuple[int, ...]]:
+    """The coordinates of the ranks that share the dim of `factor`, in order."""
+    axes = site.axes(factor)
+    for indices in itertools.product(*(range(site.mesh.shape[axis]) for axis in axes)):
+        place = list(site.coordinate)
+        for axis, index in zip(axes, indices, strict=True):
+            place[axis] = index
+        yield tuple(place)
 
 
 def place_along(site: Site, factor: str) -> int:

@@ -273,8 +273,12 @@ class Rule(ABC):
         """Whether a row's result depends on its position along `factor`."""
         return False
 
+    def is_uneven(self, op: Instance) -> bool:
+        """Whether ranks with parts of one size have more or less to do; then `fullest` is asked."""
+        return self.reads_values
+
     def fullest(self, site: Site) -> tuple[int, ...]:
-        """The coordinate of the rank with the most to do, of a rule that `reads_values`."""
+        """The coordinate of the rank with the most to do, of an operator that `is_uneven`."""
         return site.coordinate
 
     def relations(self, op: Instance) -> list[Relation]:

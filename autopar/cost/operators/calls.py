@@ -108,14 +108,16 @@ def _memory_of(
         if slope is not None and taken is not None
     )
     new, slopes = sum(each.nbytes for each in gives), sum(each.nbytes for each in gradients)
+    scratch = facts_of(call.target).scratch
+    ahead, back = scratch(call.args) if scratch else (0, 0)
     return CallMemory(
         tuple(place for place in places if place is not None),
         tuple(gives),
         frozenset(saves),
         found.saved.extra_bytes,
         gradients,
-        forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes),
-        backward_scratch=max(0, both.backward_bytes - slopes),
+        forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes) + ahead,
+        backward_scratch=max(0, both.backward_bytes - slopes) + back,
     )
 
 
@@ -174,7 +176,18 @@ class _CallReader:
             saved = footprint(double.call, self.kind).saved
             saves = {self.number[double.operands[place]] for place in saved.operands}
             own, self.strips = saved.extra_bytes + self.strips, 0
-        return CallMemory(takes, gives, frozenset(saves), own, gradients, repeats=passed is not None)
+        scratch = facts_of(node.target).scratch
+        ahead, back = scratch(self.emitter.described(node.args)) if scratch else (0, 0)
+        return CallMemory(
+            takes,
+            gives,
+            frozenset(saves),
+            own,
+            gradients,
+            repeats=passed is not None,
+            forward_scratch=ahead,
+            backward_scratch=back,
+        )
 
     def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[CallResult, ...]:
         found = []

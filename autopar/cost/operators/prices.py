@@ -7,7 +7,7 @@ shape where the database has it, else estimated and marked. Nothing is the seria
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from autopar.core.costs import Collective, OperatorCost
 from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
+from autopar.core.operator_facts import facts_of
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.neighbours import ratio
@@ -26,12 +27,13 @@ from autopar.cost.operators.fused_memory import fused_calls, fused_saved
 from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
 from autopar.cost.operators.group_calls import GroupCall, LoweredMember, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
+from autopar.cost.operators.ring_attention import hops, ring_calls
 from autopar.cost.operators.saved import SavedTensors, find_saved, saved_by_call, stand_ins
 from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.collectives.late_gradients import PRODUCTS
-from autopar.sharding.rule import GATHER, Rule, Site, rule_of
+from autopar.sharding.rule import GATHER, Instance, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.backwards.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
@@ -265,7 +267,7 @@ class Prices(TensorPrices):
     def _place(self, operation: Operator, strategy: Strategy) -> tuple[int, ...]:
         """The rank that is priced: the one that its rule calls the fullest, else the one whose operands and
         results have the most elements."""
-        if rule_of(operation).reads_values:
+        if rule_of(operation).is_uneven(Instance(operation, self.graph.specs)):
             return self._fullest(operation, strategy)
         taken = [(name, tuple(o.operands[i] for o in strategy)) for i, name in enumerate(operation.operands)]
         made = [
@@ -282,7 +284,7 @@ class Prices(TensorPrices):
         return next(iter(places), (0,) * len(self.dims.mesh.shape))
 
     def _fullest(self, operation: Operator, strategy: Strategy) -> tuple[int, ...]:
-        key = operation.target, *self._values(operation), strategy
+        key = self.operator_kind(operation), strategy
         if key not in self._places:
             first, emitter = (0,) * len(self.dims.mesh.shape), GraphEmitter(runs=False)
             site = Site(
@@ -393,11 +395,11 @@ class Prices(TensorPrices):
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
         emitter, values, results = self._lower(operation, strategy)
         doubles = stand_ins(emitter)
-        local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
-        strips = tuple(strip_calls(emitter))
+        local = _calls_within(item.call for item in (*emitter.written, *doubles) if _is_local(item))
+        strips = *strip_calls(emitter), *ring_calls(emitter)
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         recompute = sum(item.forward_seconds for item in costs)
-        written = sum(_is_local(item) for item in emitter.written)
+        written = len(_calls_within(item.call for item in emitter.written if _is_local(item)))
         fused = self._fused(operation, strategy, LoweredMember(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
@@ -408,7 +410,9 @@ class Prices(TensorPrices):
             own = [self.call(item) for item in (*local, *strips)]
             recompute += sum(item.forward_seconds for item in own[:written])
             costs += own
-        inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
+        inner = [
+            self._inner(target, emitter.described(args), spec) for target, args, spec in emitter.collectives
+        ]
         saved = find_saved(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if fused is not None and member is not None:
             saved = fused_saved(saved, member, emitter.described(tuple(values)))
@@ -564,6 +568,8 @@ class Prices(TensorPrices):
             _, _, key, owned, starts, stops, dim, *_ = args
             seconds = self._around() + self._halo(key, spec, dim, owned, starts, stops)
             return seconds, seconds if backward else 0.0
+        if name == "ring_attention":
+            return self._ring(args, spec, backward=backward)
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
             number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats
@@ -574,6 +580,21 @@ class Prices(TensorPrices):
         both = name == "p_to_b" and backward
         seconds = self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) + self._copy(spec.nbytes)
         return seconds, seconds if both else 0.0
+
+    def _ring(self, args: Sequence[Any], query: TensorSpec, *, backward: bool) -> tuple[float, float]:
+        """What hops of keys, and of their gradients, take longer than the blocks beside which they travel.
+
+        A CPU's transfers keep its cores busy: beside them it computes nothing.
+        """
+        seconds = [self._around(), self._around() if backward else 0.0]
+        axes = parse_key(args[2])[1]
+        for nbytes, calls in hops(query, args):
+            hop = self._collective(Collective.SEND_RECV, nbytes, axes) if nbytes else 0.0
+            costs = [self.model.cost(call) for call in calls] if self.device.kind != "cpu" else []
+            seconds[0] += max(0.0, hop - sum(cost.forward_seconds for cost in costs))
+            if backward:
+                seconds[1] += max(0.0, 2 * hop - sum(cost.backward_seconds for cost in costs))
+        return seconds[0], seconds[1]
 
     def _needed_rows(
         self, key: str, spec: TensorSpec, sends: Sequence[int], receives: Sequence[int]
@@ -619,6 +640,15 @@ class Prices(TensorPrices):
 
 def _factor(option: Option) -> str:
     return option.factor
+
+
+def _calls_within(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Calls, or what they are made of where that is declared."""
+    found: list[Call] = []
+    for call in calls:
+        within = facts_of(call.target).within
+        found.extend(within(call.args) if within else (call,))
+    return tuple(found)
 
 
 def _is_local(written: LocalCall) -> bool:

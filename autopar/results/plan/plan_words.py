@@ -29,7 +29,8 @@ FACTORS = {
     "d": "depth",
     "h": "height, or heads",
     "w": "width",
-    "q": "queries",
+    "q": "queries, which all keys meet",
+    "ring": "queries and keys: keys travel between the devices of the axis",
     "r": "rows, of which only those that are read are exchanged",
 }
 DIM = re.compile(r"([a-z])(\d+)((?:\.\d+)?)")  # d1, or d1.0: the first of the sizes that make up dim 1

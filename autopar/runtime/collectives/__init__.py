@@ -2,6 +2,7 @@
 
 placement_moves   torch.ops.autopar.<from>_to_<to>
 convolution       convolutions whose rows are split
+ring_attention    attention whose keys are split as its queries are
 batch_norm        batch norm whose statistics span ranks
 random            masks of random operators
 roll_call         the number of each call; where ranks wait for each other

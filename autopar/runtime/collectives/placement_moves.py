@@ -46,7 +46,7 @@ from torch import Tensor
 
 from autopar.core.precision import Precision
 from autopar.runtime import registry, sparse_kernel
-from autopar.runtime.collectives import batch_norm, convolution, groups, transport
+from autopar.runtime.collectives import batch_norm, convolution, groups, ring_attention, transport
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 from autopar.runtime.saved import regather
@@ -54,6 +54,7 @@ from autopar.runtime.saved import regather
 __all__ = [
     "batch_norm",
     "convolution",
+    "ring_attention",
     "sparse_kernel",
 ]  # so that importing this module registers every operator
 

@@ -3,6 +3,9 @@
 constants            values of what follows from constants
 constant_folding     folds it into constants, and writes rows that constants pick and place
 known_masks          masks of attention that hide nothing, or what comes later
+mask_forms           what masks show, by how they are made
+closed_forms         what tensors of numbers hold, at any length
+form_rules           and how that follows from operands
 grouped_heads        keys that heads share, not spread over them
 row_placements       whatever picks or places rows by constants, read as one
 placed_rows          and written as picks, and as rows that are placed among zeros

@@ -6,7 +6,8 @@
 Models write such masks out where they are traced, since they can't ask there whether a mask hides anything;
 fused kernels are several times as fast without one, and keep no part of it for backward.
 
-A mask is computed here with rows that are alike held once: as a view that repeats them.
+What a mask hides follows from how it is made (`mask_forms`), at any length. One that is made otherwise is
+computed if it is small, with rows that are alike held once: as a view that repeats them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeata
 from autopar.torch_seams import pytree
 from autopar.trace.forms.call_forms import arguments_of, called, is_view
 from autopar.trace.forms.simplify import without_dead_code
+from autopar.trace.rewrites.closed_forms import HIDDEN
+from autopar.trace.rewrites.mask_forms import MaskForms
 
 MOST_MASK_BYTES = 2**28  # bytes of one tensor while a mask is computed
-HIDDEN = torch.finfo(torch.float16).min  # added to a score, leaves it a weight of exactly zero
 
 
 def with_known_masks(graph: Graph) -> Graph:
@@ -59,6 +61,7 @@ class _ConstantValues:
     def __init__(self, graph: Graph) -> None:
         self.makers = graph.makers()
         self.specs = graph.specs
+        self.forms = MaskForms(graph)
         self.values: dict[str, Tensor | None] = {}
         self.answers: dict[str, bool | None] = {}
 
@@ -66,6 +69,10 @@ class _ConstantValues:
         """True if a mask hides just later positions, False if it hides nothing. None for other masks, and for
         unknown ones."""
         if name not in self.answers:
+            form = self.forms.mask(name)
+            if form is not None and form.window is None:
+                self.answers[name] = form.causal
+                return form.causal
             value = self.value(name)
             self.answers[name] = None if value is None else _is_causal(value)
         return self.answers[name]

@@ -14,6 +14,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import _declared
 from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
+from autopar.runtime.attention.row_attention import ROWS
 from autopar.runtime.compiled.fused_kernel import FUSED
 from autopar.trace.forms.grouped_products import GROUPED_MM
 from autopar.trace.rewrites.routed_products import ROUTED_MM
@@ -147,6 +148,14 @@ def test_each_row_meets_the_matrix_of_its_own_group() -> None:
     assert training_flops(subject) == Flops(2 * 10 * 8 * 16, 2 * 2 * 10 * 8 * 16)
 
 
+def test_rows_of_attention_count_the_keys_that_they_see() -> None:
+    # rows 2 to 4 of a causal square see 3 + 4 + 5 keys; heads have 4 columns, in 2 samples x 3 heads
+    query, keys = x(2, 3, 3, 4), x(2, 3, 6, 4)
+    for causal, seen in ((True, 3 + 4 + 5), (False, 3 * 6)):
+        subject = call(ROWS, query, keys, keys, 2, 0, causal, 0.5)
+        assert training_flops(subject) == Flops(2 * 3 * 2 * seen * 8, 2 * 3 * 2 * seen * 20)
+
+
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
 def test_every_mm_counts_alike(sizes: list[int]) -> None:
     m, k, n = sizes
@@ -159,5 +168,5 @@ def test_every_closed_form_is_proved() -> None:
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
     closed = {target.overloadpacket for target, facts in _declared.items() if facts.flops}
     experts = {ATEN._grouped_mm, GROUPED_MM.overloadpacket, ROUTED_MM.overloadpacket}
-    by_hand = {SPARSE, FUSED.overloadpacket} | experts
+    by_hand = {SPARSE, FUSED.overloadpacket, ROWS.overloadpacket} | experts
     assert closed - proved == by_shape | by_hand

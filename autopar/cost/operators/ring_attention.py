@@ -1,0 +1,43 @@
+"""What attention costs whose keys travel round a ring: the blocks of the priced rank, and hops.
+
+`autopar.runtime.collectives.ring_attention` draws the steps. The rank's own block is the operator's stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autopar.core.graph import Call, TensorSpec
+from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.attention.row_attention import plain_calls, row_bytes
+from autopar.runtime.collectives.ring_attention import Ring
+
+
+def hops(query: TensorSpec, args: Sequence[Any]) -> Iterator[tuple[int, list[Call]]]:
+    """Bytes of keys and values that travel for each step after the first, and the calls beside which they do.
+
+    They are those of the rank that takes most; the calls are those of the step before.
+    """
+    key, value, _, place, *rest = args
+    ring = Ring(*rest[:-1])
+    for step in range(1, len(ring.starts)):
+        blocks = list(ring.blocks(place, step - 1))
+        rows = max(_length(ring.keys(at, ring.owner(at, step))) for at in range(len(ring.starts)))
+        yield rows * row_bytes(key, value), list(plain_calls(query, key, value, blocks))
+
+
+def ring_calls(emitter: GraphEmitter) -> Iterator[Call]:
+    """The priced rank's blocks with the keys of others."""
+    for node in emitter.graph.nodes:
+        if node.target is torch.ops.autopar.ring_attention.default:
+            query, key, value, _, place, *how, _ = emitter.described(node.args)
+            ring = Ring(*how)
+            for step in range(1, len(ring.starts)):
+                yield from plain_calls(query, key, value, list(ring.blocks(place, step)))
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

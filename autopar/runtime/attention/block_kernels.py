@@ -1,0 +1,95 @@
+"""One block of attention, (batch, heads, rows, columns), with the log-sum-exp of its scores.
+
+    S = q k^T scale        L = log sum_keys exp S        P = exp(S - L)        out = P v
+
+Backward takes the out and L of *all* blocks of a row, g its gradient, and gives this block's share:
+
+    dv = P^T g        dS = P (g v^T - sum_columns g out)        dq = dS k scale        dk = dS^T q scale
+
+By torch's fused kernels on CPUs and, of 16-bit numbers, on GPUs; elsewhere as written here. Grouped queries
+share their keys' head. Kernels want heads of one size: the smaller ones end in zeros, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+Slopes: TypeAlias = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The out and log-sum-exp of a block; of a `triangle`, a square, row r sees the keys [0, r]."""
+    width = v.shape[-1]
+    q, k, v = _of_one_width(q, k, v)
+    if q.is_cpu:
+        found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, triangle, scale=scale)
+    elif q.dtype in _HALVES:
+        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle, scale=scale)
+    else:
+        scores = _scores(q, k, triangle, scale)
+        lse = scores.logsumexp(-1)
+        found = (scores - lse.unsqueeze(-1)).exp() @ _each_head(v, q), lse
+    return found[0][..., :width], found[1]
+
+
+def slopes(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    triangle: bool,
+    scale: float,
+) -> Slopes:
+    """The block's share of the gradients of query, key and value."""
+    widths = [x.shape[-1] for x in (q, k, v)]
+    gradient, out, q, k, v = _of_one_width(gradient, out, q, k, v)
+    if q.is_cpu:
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = back(gradient, q, k, v, out, lse, 0.0, triangle, scale=scale)
+    elif q.dtype in _HALVES:
+        back, rows, keys = aten._scaled_dot_product_flash_attention_backward, q.shape[-2], k.shape[-2]
+        seed = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        how = None, None, rows, keys, 0.0, triangle, seed, seed
+        found = back(gradient, q, k, v, out, lse, *how, scale=scale)
+    else:
+        weights = (_scores(q, k, triangle, scale) - lse.unsqueeze(-1)).exp()
+        total = (gradient * out).sum(-1, keepdim=True)
+        of_scores = weights * (gradient @ _each_head(v, q).mT - total) * scale
+        shares = _by_head(of_scores.mT @ q, k), _by_head(weights.mT @ gradient, v)
+        found = of_scores @ _each_head(k, q), *shares
+    one, two, three = (slope[..., :width] for slope, width in zip(found, widths, strict=True))
+    return one, two, three
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
+
+
+def _scores(q: Tensor, k: Tensor, triangle: bool, scale: float) -> Tensor:
+    scores = q @ _each_head(k, q).mT * scale
+    if not triangle:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf)
+
+
+def _each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for each head of the queries."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _by_head(slope: Tensor, x: Tensor) -> Tensor:
+    """The sum of a gradient over the queries' heads that share one of `x`."""
+    summed: Tensor = slope.unflatten(1, (x.shape[1], -1)).sum(2)
+    return summed

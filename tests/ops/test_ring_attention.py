@@ -1,0 +1,124 @@
+"""Models whose attention runs as a ring, or on rows that begin anywhere, are the serial ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.cluster import ClusterSpec
+from autopar.core.force import Pins
+from autopar.core.mesh import Mesh
+from autopar.core.recompute import Recompute
+from autopar.errors import InputError
+from autopar.planning.asked.request import Request
+from autopar.proof.check import Report, check
+from autopar.trace.target import Target
+from costdb.database import Database
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+class Block(nn.Module):
+    """Attention of `heads` query heads that share `shared` heads of keys, for (batch, length, 8)."""
+
+    def __init__(self, *, causal: bool, heads: int = 4, shared: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.causal, self.heads, self.shared, self.dropout = causal, heads, shared, dropout
+        self.query, self.key, self.value = (
+            nn.Linear(8, 4 * heads),
+            nn.Linear(8, 4 * shared),
+            nn.Linear(8, 4 * shared),
+        )
+        self.out = nn.Linear(4 * heads, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def by_head(y: Tensor, heads: int) -> Tensor:
+            return y.view(*y.shape[:2], heads, -1).transpose(1, 2)
+
+        q, k, v = (
+            by_head(self.query(x), self.heads),
+            *(by_head(y(x), self.shared) for y in (self.key, self.value)),
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.heads != self.shared
+        )
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self, **block: Any) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(**block), Block(**block))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x)
+        return y
+
+
+def proved(model: nn.Module, ranks: int, *, length: int = 13, **request: Any) -> Report:
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, length, 8),)
+    target = Target(model, inputs, {}, lambda y: y.square().mean(), "")
+    asked = Request(measure=False, alternatives=False, **request)
+    with Database.in_memory(autopar.__file__) as database:
+        return check(target, ClusterSpec.local(ranks), asked, steps=2, processes=False, database=database)
+
+
+def pinned(*ways: str) -> Pins:
+    """The attention of both blocks, pinned."""
+    return dict.fromkeys((ATTENTION, f"{ATTENTION}_1"), ways)
+
+
+def ways_of(report: Report) -> set[tuple[str | None, ...]]:
+    return {layer.strategy for layer in report.plan.layers if ATTENTION in layer.name}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("way", ["ring", "q"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_split_sequence_is_serial(ranks: int, way: str, causal: bool) -> None:
+    report = proved(Net(causal=causal), ranks, pins=pinned(way))
+    assert report.passed and ways_of(report) == {(way,)}, report
+
+
+@pytest.mark.parametrize(
+    "ways", [["b0", "ring"], ["ring", "b0"], ["ring", "ring"], ["q", "ring"], ["ring", "b1"]]
+)
+def test_a_ring_goes_with_other_splits(ways: list[str]) -> None:
+    report = proved(Net(causal=True), 4, mesh=Mesh((2, 2)), pins=pinned(*ways))
+    assert report.passed and ways_of(report) == {tuple(ways)}, report
+
+
+def test_a_ring_goes_with_stages_and_recomputing() -> None:
+    pins = pinned("ring")
+    report = proved(Net(causal=True), 2, pins=pins, recompute=Recompute.ALL)
+    assert report.passed, report
+    report = proved(Net(causal=True), 4, pins=pins, pipeline_ranks=2, micro_batches=2)
+    assert report.passed and report.plan.pipeline.ranks == 2, report
+
+
+def test_keys_of_attention_with_dropout_are_gathered() -> None:
+    with pytest.raises(InputError, match="ring"):
+        proved(Net(causal=True, dropout=0.2), 2, pins=pinned("ring"))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_token_moves_no_earlier_ones(causal: bool) -> None:
+    """Without a reference: the blocks that a rank computes are those of its own rows."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+
+    def out(key: Tensor) -> Tensor:
+        rows = torch.ops.autopar_attention.rows.default
+        parts = (rows(query[:, :, a:b], key, value, a, 0, causal, 0.5) for a, b in ((0, 4), (4, 9)))
+        return torch.cat(list(parts), 2)
+
+    other = key.clone()
+    other[:, :, 6] += 1
+    moved = (out(key) != out(other)).any(-1).any(1).flatten().tolist()
+    assert moved == [row >= 6 or not causal for row in range(9)]

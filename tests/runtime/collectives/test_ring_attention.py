@@ -1,0 +1,198 @@
+"""Ring attention on real processes is its simulated meaning and the serial one, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.core.mesh import parse_key
+from autopar.core.score_blocks import score_blocks
+from autopar.proof.simulated import simulate
+from autopar.runtime.collectives import groups, placement_moves, ring_attention
+from tests.pool import Pool
+from tests.runtime.collectives.cases import TIMEOUT, all_keys, groups_of
+
+assert placement_moves  # its import registers the operators
+Pools = Callable[[int], Pool]
+ops = torch.ops.autopar
+
+
+@dataclass(frozen=True)
+class Ringed:
+    """Attention whose queries and keys lie in cuts of their own."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rows: list[int]
+    keys: list[int]
+    causal: bool
+
+    def serial(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """A written mask: row r sees the keys [0, r]."""
+        group = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        scores = query @ key.mT * 0.3
+        scores = scores.masked_fill(~seen, -torch.inf) if self.causal else scores
+        result: Tensor = scores.softmax(-1) @ value
+        return result
+
+    def call(self, key: str, place: int) -> tuple[Any, ...]:
+        """The operands and arguments of one rank."""
+        parts = (x[..., cut[place] : cut[place + 1], :].clone().requires_grad_() for x, cut in self.operands)
+        return (*parts, key, place, self.rows[:-1], self.rows[1:], self.keys, self.causal, 0.3)
+
+    @property
+    def operands(self) -> list[tuple[Tensor, list[int]]]:
+        return [(self.query, self.rows), (self.key, self.keys), (self.value, self.keys)]
+
+
+def _ringed(
+    rows: list[int], keys: list[int], *, causal: bool, heads: tuple[int, int] = (4, 4), width: int = 6
+) -> Ringed:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, dtype=torch.float64)
+
+    query, key, value = (
+        randn(heads[0], rows[-1], 6),
+        randn(heads[1], keys[-1], 6),
+        randn(heads[1], keys[-1], width),
+    )
+    return Ringed(query, key, value, rows, keys, causal)
+
+
+def cases(size: int) -> list[Ringed]:
+    cut, others = [0, 4, 7, 12, 13][: size + 1], [0, 2, 3, 9, 10][: size + 1]
+    return [
+        _ringed(cut, cut, causal=True),
+        _ringed(cut, cut, causal=False, heads=(4, 2)),
+        _ringed(cut, others, causal=False, width=3),
+        _ringed(cut, others, causal=True, heads=(6, 2)),
+        _ringed(others, cut, causal=True, width=8),
+        _ringed([0, 0, *cut[2:]], cut, causal=True),  # a rank without queries
+        _ringed(cut, [0, 5, *[5] * (size - 1)], causal=True),  # ranks without keys
+    ]
+
+
+def _execute(key: str, given: list[Ringed], gradients: list[Tensor]) -> list[list[Tensor]]:
+    """On a worker: the output and the gradients of query, key and value."""
+    mesh = parse_key(key)[0]
+    groups.setup(mesh, all_keys(mesh), timeout=TIMEOUT)
+    place, found = groups.index(key), []
+    for ringed, gradient in zip(given, gradients, strict=True):
+        args = ringed.call(key, place)
+        y = ops.ring_attention(*args)
+        y.backward(gradient[..., ringed.rows[place] : ringed.rows[place + 1], :])
+        found.append([y.detach(), *(x.grad for x in args[:3])])
+    return found
+
+
+def _wanted(ringed: Ringed) -> tuple[Tensor, list[Tensor]]:
+    """A gradient of the output, and the serial results: output and gradients."""
+    leaves = [x.clone().requires_grad_() for x, _ in ringed.operands]
+    y = ringed.serial(*leaves)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    slopes = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return gradient, [y.detach(), *slopes]
+
+
+@pytest.mark.parametrize("key", ["a@2", "a@3", "b@2x2", "a@2x2"])
+def test_it_is_serial_and_its_simulated_meaning(key: str, pools: Pools) -> None:
+    torch.manual_seed(0)
+    mesh, axes = parse_key(key)
+    size = len(mesh.group(axes, 0))
+    given = cases(size)
+    wanted = [_wanted(ringed) for ringed in given]
+    results = pools(mesh.num_devices).run(_execute, key, given, [gradient for gradient, _ in wanted])
+    for number, (ringed, (_, serial)) in enumerate(zip(given, wanted, strict=True)):
+        for ranks in groups_of(key):
+            parts = zip(*(results[rank][number] for rank in ranks), strict=True)
+            for mine, whole in zip(parts, serial, strict=True):
+                torch.testing.assert_close(torch.cat(mine, -2), whole, rtol=1e-12, atol=1e-12)
+        calls = [(ringed.call(key, place), {}) for place in range(size)]
+        meant = torch.cat(simulate(ops.ring_attention.default, calls), -2)
+        torch.testing.assert_close(meant, serial[0], rtol=1e-12, atol=1e-12)
+
+
+def _sent(ringed: Ringed, size: int) -> list[list[int]]:
+    """Number of keys that each rank takes in each step."""
+    ring = ring_attention.Ring(ringed.rows[:-1], ringed.rows[1:], ringed.keys, ringed.causal)
+    spans = [[ring.keys(place, ring.owner(place, step)) for step in range(size)] for place in range(size)]
+    return [[stop - start for start, stop in steps] for steps in spans]
+
+
+def test_keys_that_no_row_sees_do_not_travel() -> None:
+    cut = [0, 4, 8, 12]
+    assert _sent(_ringed(cut, cut, causal=True), 3) == [[4, 0, 0], [4, 4, 0], [4, 4, 4]]
+    assert _sent(_ringed(cut, cut, causal=False), 3) == [[4, 4, 4]] * 3
+
+
+def _first_keys_only(at: Any) -> Any:
+    """Pairs as a ring gives them that forgets to pass the keys on."""
+    pair = at.given(0)
+    for step, _, start in _PAIRS(at):
+        span = at.ring.keys(at.place, at.ring.owner(at.place, step))
+        yield step, tuple(x[..., : span[1] - span[0], :] for x in pair), start
+
+
+_PAIRS = ring_attention._Exchange.pairs
+
+
+def _mutated(change: str, ringed: Ringed, gradient: Tensor) -> list[Tensor]:
+    """On a worker: gradients under a mutant's backward."""
+    groups.setup(parse_key("a@2")[0], ["a@2"], timeout=TIMEOUT)
+    place = groups.index("a@2")
+    args = ringed.call("a@2", place)
+    if change == "same positions":
+        args = (*args[:5], [0, 0], [4, 4], *args[7:])
+    y = ops.ring_attention(*args)
+    with pytest.MonkeyPatch.context() as patch:
+        if change == "first keys":
+            patch.setattr(ring_attention._Exchange, "pairs", _first_keys_only)
+        elif change == "slopes stay":
+            patch.setattr(
+                ring_attention, "_arrive", lambda at, under_way, own: under_way and under_way[2].wait()
+            )
+        y.backward(gradient[..., ringed.rows[place] : ringed.rows[place + 1], :])
+    return [x.grad for x in args[:3]]
+
+
+@pytest.mark.parametrize("change", ["none", "first keys", "slopes stay", "same positions"])
+def test_the_proof_sees_a_wrong_backward(change: str, pools: Pools) -> None:
+    torch.manual_seed(0)
+    ringed = _ringed([0, 4, 8], [0, 4, 8], causal=change == "same positions")
+    gradient, serial = _wanted(ringed)
+    results = pools(2).run(_mutated, change, ringed, gradient)
+    found = [torch.cat(parts, -2) for parts in zip(*results, strict=True)]
+    errors = [float((mine - whole).abs().max()) for mine, whole in zip(found, serial[1:], strict=True)]
+    assert (max(errors) < 1e-12) == (change == "none"), errors
+
+
+def _seen(blocks: Sequence[Any], rows: int, keys: int) -> Tensor:
+    seen = torch.zeros(rows, keys, dtype=torch.int64)
+    for block in blocks:
+        count = torch.ones(block.rows[1] - block.rows[0], block.keys[1] - block.keys[0], dtype=torch.int64)
+        part = count.tril() if block.triangle else count
+        assert part.sum() == block.scores and bool(part.any(1).all())
+        seen[slice(*block.rows), slice(*block.keys)] += part
+    return seen
+
+
+def test_blocks_are_the_mask_each_score_once() -> None:
+    length = 6
+    mask = torch.ones(length, length, dtype=torch.int64).tril()
+    spans = [(start, stop) for stop in range(length + 1) for start in range(stop + 1)]
+    for rows in spans:
+        for keys in spans:
+            inside = torch.zeros_like(mask)
+            inside[slice(*rows), slice(*keys)] = 1
+            for causal, wanted in ((True, mask * inside), (False, inside)):
+                blocks = list(score_blocks(rows, keys, causal=causal))
+                assert torch.equal(_seen(blocks, length, length), wanted), (rows, keys, causal)

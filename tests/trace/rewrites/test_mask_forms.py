@@ -1,0 +1,147 @@
+"""A mask's closed form says what the mask holds, at each place, and says it at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autopar.ops  # noqa: F401  (declares what is known of operators)
+from autopar.core.graph import Graph
+from autopar.trace.export import trace
+from autopar.trace.rewrites.closed_forms import Form, Line, TwoNumbers
+from autopar.trace.rewrites.mask_forms import MaskForm, MaskForms
+
+SMALLEST = torch.finfo(torch.float32).min
+
+
+class Made(nn.Module):
+    """Adds what is made of sizes alone to its input."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.make(x.shape[-1])
+        return torch.where(made, x, 0.0) if made.dtype is torch.bool else x + made
+
+
+def made_by(make: Callable[[int], Tensor], length: int) -> tuple[Graph, str]:
+    graph = trace(Made(make), (torch.empty(length, length, device="meta" if length > 99 else None),)).graph
+    made = [name for name in graph.operators[-1].operands if name != graph.inputs[0].name]
+    return graph, made[0]
+
+
+def holds(form: Form, shape: tuple[int, ...]) -> Tensor:
+    """A form written out."""
+    places = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+
+    def line(each: Line) -> Tensor:
+        slopes = (0,) * (len(shape) - len(each.slopes)) + each.slopes
+        value = torch.full(shape, float(each.offset), dtype=torch.float64)
+        for slope, place in zip(slopes, places, strict=True):
+            value = value + slope * place
+        return value
+
+    if isinstance(form, Line):
+        return line(form)
+    assert isinstance(form, TwoNumbers)
+    inside = torch.stack([line(each) >= 0 for each in form.lines]).all(0)
+    return torch.where(inside, float(form.inside), float(form.outside)).to(torch.float64)
+
+
+def rows(length: int) -> Tensor:
+    return torch.arange(length)[:, None]
+
+
+def keys(length: int) -> Tensor:
+    return torch.arange(length)[None]
+
+
+def added(length: int) -> Tensor:
+    return torch.full((length, length), SMALLEST).triu(1)
+
+
+def turned(length: int) -> Tensor:
+    return (1.0 - torch.ones(length, length).tril()) * SMALLEST
+
+
+def filled(length: int) -> Tensor:
+    return torch.zeros(length, length).masked_fill(keys(length) > rows(length), -torch.inf)
+
+
+def chosen(length: int) -> Tensor:
+    return torch.where((keys(length) <= rows(length)).logical_not(), SMALLEST, 0.0)
+
+
+def of_both(length: int) -> Tensor:
+    near = torch.ones(length, length, dtype=torch.bool).triu(-2)
+    return torch.ones(length, length, dtype=torch.bool).tril() & near
+
+
+def banded(length: int) -> Tensor:
+    shown = (keys(length) > rows(length) - 3).expand(length, length)
+    return torch.where(shown, added(length), SMALLEST)
+
+
+def stepped(length: int) -> Tensor:
+    positions = torch.arange(2, 2 + 2 * length, 2)[1:]
+    positions = torch.cat([positions[:1] - 2, positions])
+    return positions[None] <= positions[:, None]
+
+
+CAUSAL = (added, turned, filled, chosen, stepped)
+
+
+@pytest.mark.parametrize("make", [*CAUSAL, of_both, banded])
+def test_a_form_is_what_is_made(make: Callable[[int], Tensor]) -> None:
+    graph, name = made_by(make, 7)
+    form = MaskForms(graph).form(name)
+    assert form is not None
+    torch.testing.assert_close(holds(form, (7, 7)), make(7).to(torch.float64))
+
+
+@pytest.mark.parametrize("make", [*CAUSAL, of_both, banded])
+def test_masks_are_read_at_any_length(make: Callable[[int], Tensor]) -> None:
+    for length in (7, 1 << 17):
+        graph, name = made_by(make, length)
+        wanted = MaskForm(causal=True, window=None if make in CAUSAL else 3)
+        assert MaskForms(graph).mask(name) == wanted, length
+
+
+@given(
+    slope=st.integers(-2, 2),
+    other=st.integers(-2, 2),
+    offset=st.integers(-6, 6),
+    word=st.sampled_from(["ge", "gt", "le", "lt", "eq", "ne"]),
+    diagonal=st.integers(-4, 4),
+    negated=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_forms_that_are_given_are_true(
+    slope: int, other: int, offset: int, word: str, diagonal: int, negated: bool
+) -> None:
+    def make(length: int) -> Tensor:
+        shown: Tensor = getattr(torch, word)(rows(length) * slope + offset, keys(length) * other)
+        shown = shown.logical_not() if negated else shown
+        return shown & torch.ones(length, length, dtype=torch.bool).tril(diagonal)
+
+    graph, name = made_by(make, 5)
+    form = MaskForms(graph).form(name)
+    if form is not None:
+        torch.testing.assert_close(holds(form, (5, 5)), make(5).to(torch.float64))
+
+
+def test_what_rounds_has_no_form() -> None:
+    def halves(length: int) -> Tensor:
+        return keys(length).to(torch.bfloat16) <= rows(length).to(torch.bfloat16)
+
+    graph, name = made_by(halves, 7)
+    assert MaskForms(graph).mask(name) is not None
+    graph, name = made_by(halves, 600)
+    assert MaskForms(graph).mask(name) is None
