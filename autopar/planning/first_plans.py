@@ -19,18 +19,45 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
-from autopar.core.deadline import is_over
-from autopar.core.force import Force
+from autopar.core.deadline import is_over, say, watched
+from autopar.core.force import PURE, Force
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
+from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.meshes import meshes_of
 from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.program.solution import Solution, completed
 from autopar.solve.stages.step import Step, unstaged
 
 BYTE_PRICES = (0.1, 1.0, 10.0)  # of all bytes of the fastest assignment, in its own seconds
+
+
+def first_on_one_axis(
+    graph: Graph, cluster: ClusterSpec, request: Request, model: CostModel
+) -> tuple[MeshProblem, Step] | None:
+    """The first plan of a graph on a mesh of as few axes as may be, and its problem; see `first_of`."""
+    mesh = min(meshes_of(cluster, request), key=lambda each: len(each.shape))
+    hop, cap = model.hop(cluster, 1), request.cap(cluster)
+    problem = MeshProblem(graph, mesh, cluster, model, request, cap, hop)
+    step = first_of(problem)
+    return (problem, step) if step else None
+
+
+def first_of(problem: MeshProblem) -> Step | None:
+    """The first plan of what is asked for, if that allows one without stages; None if none meets the cap.
+
+    It is made however little time is left.
+    """
+    request = problem.request
+    if request.pipeline_ranks > 1 or request.pins:
+        return None
+    say(f"data parallel and other pure kinds on mesh {problem.mesh}")
+    with watched(None):
+        return first_plan(problem, PURE if request.force is None else (request.force,), UNLIMITED)
 
 
 def first_plan(problem: MeshProblem, kinds: Sequence[Force], limits: Limits) -> Step | None:

@@ -28,7 +28,8 @@ from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.first_plans import WholeBatch
 from autopar.planning.screening import GraphOf, Screen
-from autopar.planning.search import MeshDecision, decide
+from autopar.planning.search import MeshDecision, decide, decide_first
+from autopar.results.plan.plan import Alternative
 from autopar.solve.program.solution import CutoffError
 from costdb.database import Database
 
@@ -79,6 +80,7 @@ def decide_all(
     choices = screen.choices(ranks) if first is None else screen.choices_in_time(ranks)
     apart = screen.apart
     room = MEASURED if apart.measured else 1.0
+    first = first or _first(screen, ranks, at_once)
     found = [first] if first else []
     failures: list[AutoparError] = []
     looked_at: list[PipelineEstimate] = []
@@ -131,13 +133,61 @@ def decide_all(
     if not found:
         raise _least(failures, len(looked_at))
     best = apart.simplest(found)
+    if best is first:
+        best = _searched(best, cluster, database, progress, co_runners, budget, deadline)
     told = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
-    others = [each for each in found if each.step.seconds < best.step.seconds]
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
-    rows = [apart.passed(each, best) for each in others] or apart.left_out(left_out, best, screen.cap)
     whole = WholeBatch(graph_of, counts) if request.mesh is None else None
-    return replace(best, notes=notes, passed=tuple(rows), batch=whole)
+    return replace(best, notes=notes, passed=_passed(apart, best, found, left_out, screen.cap), batch=whole)
+
+
+def _passed(
+    apart: Apart,
+    best: MeshDecision,
+    found: Sequence[MeshDecision],
+    left_out: Sequence[PipelineEstimate],
+    cap: float,
+) -> tuple[Alternative, ...]:
+    """Rows of what promises less than the best: of other decisions, else of what wasn't planned."""
+    faster = [each for each in found if each.step.seconds < best.step.seconds]
+    return tuple([apart.passed(each, best) for each in faster] or apart.left_out(left_out, best, cap))
+
+
+def _first(screen: Screen, ranks: int | None, at_once: Graph | None) -> MeshDecision | None:
+    """The plan that people run of a batch in the fewest parts; None without a cap, or if none meets it."""
+    if ranks not in (None, 1) or screen.cap == math.inf:
+        return None
+    count = screen.counts[0]
+    request = replace(screen.request, pipeline_ranks=1, micro_batches=count)
+    return decide_first(at_once or screen.graph_of(count), screen.cluster, request, database=screen.database)
+
+
+def _searched(
+    first: MeshDecision,
+    cluster: ClusterSpec,
+    database: Database | None,
+    progress: Progress | None,
+    co_runners: CoRunners | None,
+    budget: Budget,
+    deadline: float | None,
+) -> MeshDecision:
+    """A first plan, or a better one of its mesh, without stages and micro-batches, with its bound."""
+    if is_over(deadline):
+        return first
+    try:
+        return decide(
+            first.problem.graph,
+            cluster,
+            replace(first.request, mesh=first.problem.mesh),
+            database=database,
+            progress=progress,
+            co_runners=co_runners,
+            budget=budget,
+            deadline=deadline,
+        )
+    except SolverError:
+        return first
 
 
 def _once(graph_of: GraphOf) -> GraphOf:

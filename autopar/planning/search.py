@@ -28,7 +28,7 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
-from autopar.planning.first_plans import WholeBatch, first_plan
+from autopar.planning.first_plans import WholeBatch, first_of, first_on_one_axis
 from autopar.planning.measured_first import PlanCalls, most_valuable
 from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
 from autopar.planning.meshes import meshes_of
@@ -170,12 +170,8 @@ def decide_first(
 ) -> MeshDecision | None:
     """A plan that people run, without stages, on one axis: made in seconds, however little time is left. None
     if none meets the cap."""
-    meshes = meshes_of(cluster, request)
-    mesh = min(meshes, key=lambda each: len(each.shape))
-    model, cap = CostModel.of(cluster, database), request.cap(cluster)
-    problem = MeshProblem(graph, mesh, cluster, model, request, cap, model.hop(cluster, 1))
-    found = _first([problem])
-    return MeshDecision(problem, found[0][1], cluster, request, deadline, 0.0) if found else None
+    made = first_on_one_axis(graph, cluster, request, CostModel.of(cluster, database))
+    return MeshDecision(*made, cluster, request, deadline, 0.0) if made else None
 
 
 def finish(decision: MeshDecision) -> FoundPlan:
@@ -341,16 +337,9 @@ def _doing(problem: MeshProblem, seconds: Sequence[float]) -> str:
 
 
 def _first(problems: Sequence[MeshProblem]) -> list[tuple[MeshProblem, Step]]:
-    """A plan that people run, if one without stages is allowed: the one that is to be beaten. It is made in
-    seconds, however little time is left."""
+    """A plan that people run, if one without stages is allowed: the one that is to be beaten."""
     problem = min(problems, key=lambda each: len(each.mesh.shape))
-    request = problem.request
-    if request.pipeline_ranks > 1 or request.pins:
-        return []
-    kinds = PURE if request.force is None else (request.force,)
-    say(f"data parallel and other pure kinds on mesh {problem.mesh}")
-    with watched(None):
-        step = first_plan(problem, kinds, Limits())
+    step = first_of(problem)
     if step is None:
         return []
     problem.first = step.solution

@@ -93,6 +93,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 
@@ -117,6 +118,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     fastest = 1 if nbytes == 0 else 2
     assert list(cutoffs) == planned and found.request.pipeline_ranks == fastest
@@ -145,6 +147,7 @@ def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_est
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     assert list(cutoffs) == planned and found.request.pipeline_ranks == 1
     assert cutoffs.get(2, 1 / 1.1) == pytest.approx(1 / 1.1)
@@ -185,6 +188,7 @@ def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_wha
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     assert cutoffs == [(ranks, pytest.approx(cutoff)) for ranks, cutoff in planned]
     assert found.request.pipeline_ranks == (1 if seconds == math.inf else 2)
@@ -207,6 +211,7 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
 
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
     found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
     assert counts == planned and found.request.micro_batches == planned[-1]
 

@@ -40,6 +40,7 @@ from autopar.solve.tables.priced_elimination import cheapest_at
 
 MEMORY_ROUNDS = 8
 FITTING_EFFORT = 24_000  # operators that are placed, in all, to find a plan that fits
+KNOWN_EFFORT = 4  # times less of it where a plan that fits is known
 FEWEST_ROUNDS = 4  # of the deepest programs
 # Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
 BRANCHING = 12 * SECOND
@@ -87,6 +88,8 @@ def choose(
     deadline = None if time_limit is None else time.monotonic() + time_limit
     rounds = FITTING_EFFORT // max(1, len(graph.operators))
     brief = brief and rounds < MOST_ROUNDS
+    if known < math.inf:
+        rounds //= KNOWN_EFFORT
     rounds = FEWEST_ROUNDS if brief else max(FEWEST_ROUNDS, rounds)
     search = _PlacementSearch(
         graph,
