@@ -135,7 +135,7 @@ class SearchOptions(TypedDict, total=False):
             words=(int, float),
             example="60",
             read=read_time_limit,
-            help="Seconds for the search.",
+            help="Seconds for the plan, by the clock.",
         ),
     ]
     gap: Annotated[
