@@ -23,6 +23,7 @@ from autopar.core.deadline import is_over, say, watched
 from autopar.core.force import PURE, Force
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.recompute import Recompute
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
@@ -32,6 +33,7 @@ from autopar.planning.meshes import meshes_of
 from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.program.solution import Solution, completed
 from autopar.solve.stages.step import Step, unstaged
+from autopar.solve.stages.user_checkpoints import respect
 
 BYTE_PRICES = (0.1, 1.0, 10.0)  # of all bytes of the fastest assignment, in its own seconds
 
@@ -81,13 +83,21 @@ def first_step(
 
     Raises InfeasibleError if the kind can't be had, SolverError if there is no step in time.
     """
-    count = problem.request.micro_batches
     ask = problem.ask(kind, bounded=False)
-    step = unstaged(fastest := problem.solve(ask, limits), count)
+    step = _step(problem, fastest := problem.solve(ask, limits))
     if problem.cap is None or step.peak_bytes <= problem.cap or step.seconds >= cutoff:
         return step
-    steps = [unstaged(each, count) for each in _lean(problem, ask, fastest, limits)]
+    steps = [_step(problem, each) for each in _lean(problem, ask, fastest, limits)]
     return min(steps, key=lambda each: (max(each.peak_bytes, problem.cap or 0), each.seconds))
+
+
+def _step(problem: MeshProblem, solution: Solution) -> Step:
+    """The step of an assignment, with the model's own checkpoints, and no bound: others have other kinds."""
+    count = problem.request.micro_batches
+    step = unstaged(replace(solution, bound=-math.inf, status="gap_limit"), count)
+    if problem.request.training and problem.request.recompute is Recompute.AUTO:
+        step = respect(step, micro_batches=count, hop=problem.hop, cap=problem.cap)
+    return step
 
 
 def _lean(problem: MeshProblem, ask: Ask, fastest: Solution, limits: Limits) -> Iterator[Solution]:

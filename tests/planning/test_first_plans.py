@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
@@ -100,3 +104,30 @@ def test_what_a_search_does_is_told_again_while_it_goes_on() -> None:
         watch.told -= 2.0
         check_time()
     assert heard == ["tracing", "tracing"]
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers that the model itself computes again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+@pytest.mark.parametrize("options", [{"force": "batch"}, {"memory": "1GB"}, {"time_limit": 1e-3}])
+def test_first_plans_compute_again_what_the_model_says(options: dict[str, Any]) -> None:
+    plan = autopar.plan(Checkpointed(), ClusterSpec.local(2), torch.zeros(64, 64), measure=False, **options)
+    assert len(plan.program.recompute) == 3
+
+
+def test_a_first_plan_proves_nothing_of_plans_of_other_kinds() -> None:
+    step = first_step(problem(None), Parallelism.FILTER)
+    assert step.bound == -math.inf and step.solution.status != "optimal"

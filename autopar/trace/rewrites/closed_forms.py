@@ -46,7 +46,8 @@ class Line:
         return Line(slopes, self.offset + sign * other.offset)
 
     def times(self, factor: Number) -> Line:
-        return Line(tuple(int(factor * slope) for slope in self.slopes), self.offset * factor)
+        slopes = tuple(int(factor * slope) if slope else 0 for slope in self.slopes)
+        return Line(slopes, self.offset * factor)
 
     @property
     def reduced(self) -> Line:

@@ -79,7 +79,9 @@ class FormCall:
         if dtype.is_floating_point:
             return number <= HIDDEN or abs(number) <= 2 / torch.finfo(dtype).eps
         whole = number == number and abs(number) != math.inf and number == int(number)
-        return whole and (dtype is torch.bool or abs(number) <= torch.iinfo(dtype).max)
+        if dtype is torch.bool or not whole:
+            return whole
+        return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max  # else it wraps
 
 
 _Rule: TypeAlias = Callable[[FormCall], Form | None]
@@ -121,12 +123,7 @@ def _same(given: FormCall) -> Form | None:
 
 
 def _cast(given: FormCall) -> Form | None:
-    form = given.form("self")
-    if not given.is_bool or form is None:
-        return form
-    if isinstance(form, TwoNumbers):
-        return form.of(bool)
-    return Line((), bool(form.offset)) if form.is_number else None
+    return _truth(given, "self") if given.is_bool else given.form("self")
 
 
 def _reshaped(given: FormCall) -> Form | None:
@@ -291,9 +288,19 @@ def _shifted(line: Line) -> Line:
     return line.plus(Line((), -1))
 
 
+def _truth(given: FormCall, name: str) -> Form | None:
+    """Where an argument isn't zero; None for one of many numbers, and where the result is no truth value."""
+    form = given.form(name)
+    if not given.is_bool or form is None:
+        return None
+    if isinstance(form, TwoNumbers):
+        return form.of(bool)
+    return Line((), bool(form.offset)) if form.is_number else None
+
+
 def _and(given: FormCall) -> Form | None:
-    one, two = given.form("self"), given.form("other")
-    if not given.is_bool or one is None or two is None:
+    one, two = _truth(given, "self"), _truth(given, "other")
+    if one is None or two is None:
         return None
     for line, other in ((one, two), (two, one)):
         if isinstance(line, Line):
@@ -302,8 +309,8 @@ def _and(given: FormCall) -> Form | None:
 
 
 def _or(given: FormCall) -> Form | None:
-    one, two = given.form("self"), given.form("other")
-    if not given.is_bool or one is None or two is None:
+    one, two = _truth(given, "self"), _truth(given, "other")
+    if one is None or two is None:
         return None
     for line, other in ((one, two), (two, one)):
         if isinstance(line, Line):
@@ -318,8 +325,8 @@ def _not_of(form: Form) -> Form | None:
 
 
 def _not(given: FormCall) -> Form | None:
-    form = given.form("self")
-    return _not_of(form) if given.is_bool and form is not None else None
+    form = _truth(given, "self")
+    return None if form is None else _not_of(form)
 
 
 def _chosen(condition: Form | None, one: Form | None, other: Form | None) -> Form | None:
@@ -328,7 +335,7 @@ def _chosen(condition: Form | None, one: Form | None, other: Form | None) -> For
     if condition is None or one is None or other is None:
         return None
     if isinstance(condition, Line):
-        return one if condition.offset else other
+        return None if not condition.is_number else one if condition.offset else other
     if not condition.inside:
         return _chosen(condition.of(operator.not_), other, one) if condition.outside else other
     if condition.outside:

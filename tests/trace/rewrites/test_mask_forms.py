@@ -145,3 +145,55 @@ def test_what_rounds_has_no_form() -> None:
     assert MaskForms(graph).mask(name) is not None
     graph, name = made_by(halves, 600)
     assert MaskForms(graph).mask(name) is None
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@given(
+    dtype=st.sampled_from(INTEGERS),
+    offset=st.integers(-3, 3),
+    word=st.sampled_from(["logical_not", "logical_and", "logical_or", "ge", "lt", "ne"]),
+    reach=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_forms_of_integers_as_truth_and_of_those_that_wrap_are_true(
+    dtype: torch.dtype, offset: int, word: str, reach: int
+) -> None:
+    """Zero is False, whatever a line holds elsewhere; what is below zero wraps where it is unsigned."""
+
+    def make(length: int) -> Tensor:
+        one, two = rows(length).to(dtype) + offset, keys(length).to(dtype)
+        first = one if dtype is torch.bool else one - two
+        made: Tensor = first.logical_not() if word == "logical_not" else getattr(torch, word)(first, two)
+        return made.expand(length, length) & torch.ones(length, length, dtype=torch.bool).tril(reach)
+
+    graph, name = made_by(make, 5)
+    form = MaskForms(graph).form(name)
+    if form is not None:
+        torch.testing.assert_close(holds(form, (5, 5)), make(5).to(torch.float64))
+
+
+def test_a_line_that_stands_for_truth_has_no_form() -> None:
+    for make in (
+        lambda length: (rows(length) - keys(length)).logical_not(),
+        lambda length: torch.logical_and(keys(length) - 1, keys(length) <= rows(length)),
+        lambda length: torch.logical_or(keys(length), keys(length) <= rows(length)),
+        lambda length: rows(length).to(torch.uint8) - keys(length).to(torch.uint8) >= 0,
+    ):
+        graph, name = made_by(make, 7)
+        assert MaskForms(graph).mask(name) is None
+
+
+def test_infinity_times_zero_has_no_form() -> None:
+    def undefined(length: int) -> Tensor:
+        hidden = torch.full((length, length), -torch.inf)[None] * torch.zeros(length, length)[None]
+        return hidden[0].triu(1)
+
+    def hidden(length: int) -> Tensor:
+        return (torch.full((length, length), -torch.inf)[None] * torch.ones(length, length)[None])[0].triu(1)
+
+    graph, name = made_by(undefined, 7)
+    assert MaskForms(graph).mask(name) is None
+    graph, name = made_by(hidden, 7)
+    assert MaskForms(graph).mask(name) == MaskForm(causal=True, window=None)
