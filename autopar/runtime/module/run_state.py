@@ -1,0 +1,283 @@
+"""Everything that a save has of a run, and whether what a save has is this run's.
+
+Tensors go by the serial model's names; of a tied parameter by its first one, whatever plan it is under.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from autopar.errors import InputError
+from autopar.runtime.checkpoints.save_folders import Manifest
+from autopar.runtime.collectives.roll_call import everybody
+from autopar.runtime.collectives.statements import StatementPart
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
+from autopar.runtime.programs.agreement import compare
+
+_NOT_OPTIONS = ("params", "param_names")  # of a group
+OptimizerStates = dict[str, dict[str, dict[str, Any]]]  # by the optimizer's number, and names of parameters
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A model, its optimizers, and what else has a state dict; `first` has each parameter's first name."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    others: Mapping[str, Any]
+    first: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        **others: Any,
+    ) -> RunState:
+        """The state of a run; those of `others` that are None are not there."""
+        single = isinstance(optimizer, torch.optim.Optimizer)
+        optimizers = (optimizer,) if single else tuple(optimizer or ())  # type: ignore[arg-type]
+        known = {name: item for name, item in others.items() if item is not None}
+        for module in model.modules():
+            if isinstance(module, ParallelModule):
+                runner_of(module).tensors.require_placed()
+        return RunState(model, optimizers, known, _first_names(model))  # type: ignore[arg-type]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the optimizers' classes."""
+        return tuple(type(item).__name__ for item in self.optimizers)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """State dicts of what is neither model nor optimizer."""
+        return {name: item.state_dict() for name, item in self.others.items()}
+
+    def require_alike(self, parts: Mapping[str, Any]) -> None:
+        """Raise InputError on every rank where they differ in these; collective."""
+        remedy = "take the same steps with it on all ranks"
+        compare(
+            StatementPart(f"state of the {name}", remedy, _digestible(item)) for name, item in parts.items()
+        )
+
+    def tensors(self) -> dict[str, Any]:
+        """Chunks that this rank has of model and optimizers; collective."""
+        named = {
+            str(number): {self._first(name): values for name, values in self._by_names(item)["state"].items()}
+            for number, item in enumerate(self.optimizers)
+        }
+        return {"model": get_model_state_dict(self.model), "optimizer": named}
+
+    def _by_names(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict by the names of this plan; collective."""
+        state: Any = get_optimizer_state_dict(self.model, optimizer)
+        return state  # type: ignore[no-any-return]
+
+    def _first(self, name: str) -> str:
+        return self.first.get(name, name)
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """Groups of each optimizer, with parameters by name; collective."""
+        return [
+            [
+                {
+                    **{key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+                    "params": [self._first(name) for name in group["params"]],
+                }
+                for group in self._by_names(item)["param_groups"]
+            ]
+            for item in self.optimizers
+        ]
+
+    @staticmethod
+    def forms(weights: Mapping[str, Any]) -> dict[str, str]:
+        """Dtype and serial shape of each tensor that this rank has a part of."""
+        return {name: _form(item) for name, item in weights.items()}
+
+    @staticmethod
+    def kept(states: OptimizerStates) -> dict[str, list[str]]:
+        """Names of the values that optimizers keep of each parameter."""
+        return {
+            f"{number}.{name}": sorted(values)
+            for number, state in states.items()
+            for name, values in state.items()
+        }
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check(self, where: str, saved: Manifest, state: Mapping[str, Any], *, only_model: bool) -> None:
+        """Raise InputError for a save of another run; collective."""
+        forms = merged(everybody(self.forms(get_model_state_dict(self.model))))
+        _require_same_model(where, saved.model, forms)
+        if only_model:
+            return
+        self._check_parts(where, saved)
+        for number, groups in enumerate(self.groups()):
+            _require_same_groups(where, self.kinds[number], state["groups"][number], groups)
+
+    def _check_parts(self, where: str, saved: Manifest) -> None:
+        theirs = [*(f"optimizer {name}" for name in saved.optimizers), *saved.parts]
+        mine = [*(f"optimizer {name}" for name in self.kinds), *self.others]
+        if sorted(theirs) != sorted(mine) or saved.optimizers != self.kinds:
+            raise InputError(
+                where=where,
+                found=f"a save of {', '.join(['the model', *theirs])}",
+                wanted=f"one of {', '.join(['the model', *mine])}, as passed",
+                remedy="pass what autopar.save was given, in the same order; only_model=True leaves out all "
+                "but parameters and buffers",
+            )
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load(self, path: Path, state: Mapping[str, Any], *, only_model: bool) -> None:
+        """Load the save at `path`, which has been checked; collective."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        wanted: dict[str, Any] = (
+            {"model": get_model_state_dict(self.model)} if only_model else self._wanted(path, state)
+        )
+        load_tensors(wanted, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
+        set_model_state_dict(self.model, wanted["model"])
+        if only_model:
+            return
+        for number, item in enumerate(self.optimizers):
+            self._load_optimizer(item, wanted["optimizer"][str(number)], state["groups"][number])
+        for name, other in self.others.items():
+            other.load_state_dict(state[name])
+
+    def _load_optimizer(
+        self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Load an optimizer's state, by the names that this plan has for parameters; collective."""
+        used = {name for group in self._by_names(optimizer)["param_groups"] for name in group["params"]}
+        own = {self._first(name): name for name in used}
+        given: Any = {
+            "state": {own.get(name, name): value for name, value in values.items()},
+            "param_groups": [
+                {**group, "params": [own.get(name, name) for name in group["params"]]} for group in groups
+            ],
+        }
+        set_optimizer_state_dict(self.model, optimizer, given, options=StateDictOptions(strict=False))
+
+    def _wanted(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors to load, without the state of parameters that had none yet; collective.
+
+        Raises InputError on every rank where an optimizer keeps other values than the saved one did.
+        """
+        wanted = self.tensors()
+        kept, mine = state["kept"], merged(everybody(self.kept(wanted["optimizer"])))
+        other = [name for name in kept if mine.get(name) != kept[name]]
+        if other:
+            number, _, name = other[0].partition(".")
+            raise InputError(
+                where=f"autopar.load of {path}",
+                found=f"{', '.join(kept[other[0]])} of {name}, kept by {self.kinds[int(number)]}",
+                wanted=", ".join(mine.get(other[0], ())) or "no state of it, as it isn't learned here",
+                remedy="make the optimizer with the same options, of parameters that learn as they did",
+            )
+        for number, states in wanted["optimizer"].items():
+            for name in [name for name in states if f"{number}.{name}" not in kept]:
+                del states[name]
+        return wanted
+
+
+def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries of all ranks."""
+    return {name: value for each in told for name, value in each.items()}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, by all of its names."""
+    names: dict[str, str] = {}
+    known: dict[int, str] = {}
+    for name, key in _parameter_keys(model):
+        names[name] = names.get(name) or known.setdefault(key, name)
+    return names
+
+
+def _parameter_keys(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Names of parameters, those of other stages too, with keys that those of one parameter share."""
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelModule):
+            for name, stored in runner_of(module).tree.stored.items():
+                yield (f"{path}.{name}" if path else name), id(stored)
+    for name, item in model.named_parameters(remove_duplicate=False):
+        yield name, id(item)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _digestible(value: Any) -> bytes:
+    """Bytes that are the same for equal values, whichever objects they share."""
+    buffer = BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _require_same_model(where: str, saved: Mapping[str, str], forms: Mapping[str, str]) -> None:
+    """Raise InputError naming what differs between the save's model and this one."""
+    both = [name for name in forms if name in saved and saved[name] != forms[name]]
+    kinds = {
+        "with {}, which this model lacks": [name for name in saved if name not in forms],
+        "without {}": [name for name in forms if name not in saved],
+        "with {}": [f"{name} as {saved[name]} (here {forms[name]})" for name in both],
+    }
+    if found := [words.format(_few(names)) for words, names in kinds.items() if names]:
+        raise InputError(
+            where=where,
+            found=f"a save of another model: {'; '.join(found)}",
+            wanted="this model's names, shapes and dtypes",
+            remedy="build the model as it was saved, or pass the folder of this one's run",
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _require_same_groups(
+    where: str, kind: str, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise InputError where an optimizer has other parameters, or puts together what had other options."""
+    options = {name: _options(group) for group in saved for name in group["params"]}
+    names = {name for group in groups for name in group["params"]}
+    other = sorted(names ^ options.keys())
+    joined = [
+        group["params"][0] for group in groups if len({options.get(name) for name in group["params"]}) > 1
+    ]
+    if other or joined:
+        raise InputError(
+            where=where,
+            found=f"{kind} with "
+            + (f"{other[0]} in one of them alone" if other else f"{joined[0]} in another group"),
+            wanted="the groups of parameters that were saved",
+            remedy="make the optimizer as it was made for the run that was saved",
+        )
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
