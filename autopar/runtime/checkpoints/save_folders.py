@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,13 +24,14 @@ from autopar.results.files.whole_file import sync_file, sync_folder, write_whole
 
 SAVE_FORM = 1  # of the files in a save; a higher one is a newer autopar's
 MANIFEST = "save.json"
+_CHUNK_BYTES = 1 << 22  # that a checksum reads at a time
 _NAME = re.compile(r"save-(\d{6,})")
 _PART = re.compile(r"\.save-\d{6,}\.part")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a save: `model` has the form of each tensor by name, `files` the bytes of each."""
+    """Contents of a save: `model` has each tensor's form, `files` bytes and checksum of each file."""
 
     step: int | None
     samples: int | None
@@ -37,7 +39,7 @@ class Manifest:
     model: Mapping[str, str]
     optimizers: tuple[str, ...]
     parts: tuple[str, ...]
-    files: Mapping[str, int]
+    files: Mapping[str, tuple[int, int]]
     torch: str
     autopar: str = VERSION
     form: int = SAVE_FORM
@@ -89,24 +91,35 @@ def drop_old(folder: Path, keep: int) -> None:
         shutil.rmtree(dropped)
 
 
-def sizes_of(draft: Path) -> dict[str, int]:
-    """Bytes of each file of a folder."""
-    return {item.name: item.stat().st_size for item in sorted(draft.iterdir()) if item.is_file()}
+def listed(draft: Path, pattern: str = "*") -> dict[str, tuple[int, int]]:
+    """Bytes and checksum of each file of a folder."""
+    files = (path for path in sorted(draft.glob(pattern)) if path.is_file())
+    return {path.name: (path.stat().st_size, checksum_of(path)) for path in files}
+
+
+def checksum_of(path: Path) -> int:
+    """The CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 # -- finding ------------------------------------------------------------------------------------
 
 
-def find(folder: Path) -> GoodSave | None:
+def find(folder: Path, spoiled: Mapping[str, str]) -> GoodSave | None:
     """The save at `folder`, or the newest good one in it; None where there is nothing.
 
-    Raises InputError for a save that isn't good, and for a folder that has none.
+    Those that are `spoiled` are known not to be good, by their names. Raises InputError for a save that isn't
+    good, and for a folder that has none.
     """
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST).is_file():
-        return _asked(folder)
+        return _asked(folder, spoiled)
     faults: dict[str, str] = {}
     for _, path in _numbered(folder):
-        examined = examine(path)
+        examined = spoiled.get(path.name) or examine(path)
         if isinstance(examined, Manifest):
             return GoodSave(path, examined, faults)
         faults[path.name] = examined
@@ -121,9 +134,9 @@ def find(folder: Path) -> GoodSave | None:
     )
 
 
-def _asked(path: Path) -> GoodSave:
+def _asked(path: Path, spoiled: Mapping[str, str]) -> GoodSave:
     """The save at `path`, which the user has named."""
-    examined = examine(path)
+    examined = spoiled.get(path.name) or examine(path)
     if isinstance(examined, Manifest):
         return GoodSave(path, examined, {})
     name = _NAME.fullmatch(path.name)
@@ -160,19 +173,31 @@ def examine(path: Path) -> Manifest | str:
 def _manifest(told: Mapping[str, Any]) -> Manifest:
     lists = {name: tuple(told[name]) for name in ("optimizers", "parts") if name in told}
     manifest = Manifest(**{**told, **lists})
-    dict(manifest.files.items())
+    if not all(len(entry) == len(("bytes", "checksum")) for entry in manifest.files.values()):
+        raise TypeError
     return manifest
 
 
 def _torn(path: Path, manifest: Manifest) -> str:
     """A file that isn't as it was written; empty where all are."""
-    for name, size in manifest.files.items():
+    for name, (size, _) in manifest.files.items():
         try:
             here = (path / name).stat().st_size
         except OSError:
             return f"torn: {name} is missing"
         if here != size:
             return f"torn: {name} has {here} bytes of {size}"
+    return ""
+
+
+def spoiled_file(save: GoodSave, rank: int, size: int) -> str:
+    """A file that has other bytes than were written, of those that are this rank's to look at, or nothing."""
+    for name in sorted(save.manifest.files)[rank::size]:
+        try:
+            if checksum_of(save.path / name) != save.manifest.files[name][1]:
+                return f"torn: {name} has other bytes than were written"
+        except OSError as error:
+            return f"torn: {name} can't be read on rank {rank} ({cut(error)})"
     return ""
 
 

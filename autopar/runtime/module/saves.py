@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from autopar.errors import InputError
@@ -112,30 +112,33 @@ def _written(
     draft = _on_rank_0(where, lambda: save_folders.begin(folder))
     try:
         with _told_by_torch(where):
-            save_tensors(tensors, storage_writer=FileSystemWriter(draft), no_dist=not dist.is_initialized())
-        path = _on_rank_0(where, lambda: _finish(draft, where, state, manifest))
+            writer = FileSystemWriter(draft)
+            save_tensors(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        written = merged(everybody(save_folders.listed(draft, f"__{_rank()}_*")))
+        path = _on_rank_0(where, lambda: _finish(draft, where, state, manifest, written))
     except BaseException:
-        if _is_first():
+        if _rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     _on_rank_0(where, lambda: save_folders.drop_old(folder, keep))
     return path
 
 
-def _finish(draft: Path, where: str, state: dict[str, Any], manifest: Manifest) -> Path:
+def _finish(
+    draft: Path, where: str, state: dict[str, Any], manifest: Manifest, written: Mapping[str, tuple[int, int]]
+) -> Path:
     """Write what rank 0 writes beside tensors, and give the draft its name."""
     (draft / STATE_FILE).write_bytes(_packed(where, state))
-    sizes = save_folders.sizes_of(draft)
-    wanted = {item.relative_path for item in FileSystemReader(draft).read_metadata().storage_data.values()}
-    if absent := sorted(wanted - sizes.keys()):
+    if absent := [name for name in written if not (draft / name).is_file()]:
         raise InputError(
             where=where,
             found=f"no {absent[0]} of another rank in rank 0's folder",
             wanted="one folder that all ranks see",
             remedy="name a folder on a file system that all nodes share",
         )
-    values = {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
-    return save_folders.publish(draft, Manifest(**{**values, "files": sizes}))
+    own = {path.name for path in draft.iterdir()} - written.keys()
+    files = {**written, **merged(save_folders.listed(draft, name) for name in own)}
+    return save_folders.publish(draft, replace(manifest, files=files))
 
 
 def _packed(where: str, state: dict[str, Any]) -> bytes:
@@ -190,18 +193,18 @@ def load(
     where = f"autopar.load of {folder}"
     run = RunState.of(model, optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
     with collective("autopar.load"):
-        found = _on_rank_0(where, lambda: _read(folder))
-        if found is None and missing_ok:
+        good = _found(folder, where)
+        if good is None and missing_ok:
             return None
-        if found is None:
+        if good is None:
             raise InputError(
                 where=where,
                 found="no save",
                 wanted="a folder that autopar.save has written",
                 remedy="name that folder, or pass missing_ok=True where a run may begin",
             )
-        good, state = found
         where = f"autopar.load of {good.path}"
+        state = _on_rank_0(where, lambda: _unpacked((good.path / STATE_FILE).read_bytes()))
         run.check(where, good.manifest, state, only_model=only_model)
         with _told_by_torch(where):
             run.load(good.path, state, only_model=only_model)
@@ -211,14 +214,20 @@ def load(
         return LoadedSave(good.path, manifest.step, manifest.samples, state["extra"])
 
 
-def _read(folder: Path) -> tuple[GoodSave, dict[str, Any]] | None:
-    """The save to load and its state, as rank 0 reads them."""
-    good = save_folders.find(folder)
-    if good is None:
-        return None
-    for name, fault in good.left_out.items():
+def _found(folder: Path, where: str) -> GoodSave | None:
+    """The save to load, of whose files each rank has read some; None where there is nothing; collective."""
+    spoiled: dict[str, str] = {}
+    while True:
+        good = _on_rank_0(where, lambda: save_folders.find(folder, spoiled))
+        if good is None:
+            return None
+        faults = everybody(save_folders.spoiled_file(good, _rank(), _size()))
+        if not any(faults):
+            break
+        spoiled[good.path.name] = next(filter(None, faults))
+    for name, fault in good.left_out.items() if _rank() == 0 else ():
         print(f"autopar: {name} is {fault}; loading {good.path.name}", file=sys.stderr, flush=True)
-    return good, _unpacked((good.path / STATE_FILE).read_bytes())
+    return good
 
 
 def _restore(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -229,8 +238,8 @@ def _restore(model: nn.Module, state: Mapping[str, Any]) -> None:
     for path, place in state["streams"].items():
         if path in runners and (stream := runners[path].stream) is not None:
             stream.go_to(tuple(place))
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    restore(state["random"], rank, size, alike=any(runner.draws_alike for runner in runners.values()))
+    alike = any(runner.draws_alike for runner in runners.values())
+    restore(state["random"], _rank(), _size(), alike=alike)
 
 
 def _runners(model: nn.Module) -> dict[str, Runner]:
@@ -248,14 +257,18 @@ def _streams(model: nn.Module) -> dict[str, tuple[int, int]]:
 # -- ranks --------------------------------------------------------------------------------------
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _on_rank_0(where: str, act: Callable[[], T]) -> T:
     """Rank 0's result on all ranks, or its error on all; collective."""
     outcome: Any = None
-    if _is_first():
+    if _rank() == 0:
         try:
             outcome = act()
         except InputError as error:

@@ -48,6 +48,13 @@ def _short(path: Path) -> None:
     os.truncate(name, name.stat().st_size - 1)
 
 
+def _flipped(path: Path) -> None:
+    name = next(path.glob("*.distcp"))
+    raw = bytearray(name.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    name.write_bytes(raw)
+
+
 def _newer(path: Path) -> None:
     told = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**told, "form": SAVE_FORM + 1, "autopar": "9.0", "shape": 1}))
@@ -55,6 +62,7 @@ def _newer(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (_short, r"torn: __0_0.distcp has \d+ bytes of \d+"),
+    "a bit flipped": (_flipped, "torn: __0_0.distcp has other bytes than were written"),
     "a file gone": (lambda path: (path / "state.pt").unlink(), "torn: state.pt is missing"),
     "manifest gone": (lambda path: (path / MANIFEST).unlink(), "foreign: it has no save.json"),
     "manifest cut": (lambda path: os.truncate(path / MANIFEST, 20), "torn: save.json can't be read"),

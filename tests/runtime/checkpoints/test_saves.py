@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,90 @@ def test_a_run_goes_on_under_another_plan_and_serially_with_the_same_masks(
     for found, theirs in zip(pools(size).run(_resumed, other, tmp_path, exact), expected, strict=False):
         _check(found, theirs)
     _check(_resumed_serially(tmp_path), expected[0])
+
+
+def _without_dropout(case: str, folder: Path, *, begins: bool) -> dict[str, Tensor]:
+    """The numbers of a run without dropout, under a plan or serially, that saves once or goes on."""
+    quiet()
+    model = parallel(case) if dist.is_initialized() else make_net()
+    run = Run(model, rate=0.01 if begins else 0.5)
+    model.drop.p = 0.0
+    if not begins:
+        assert autopar.load(folder, model, **run.state) is not None
+
+    def after(step: int) -> None:
+        if begins and step == BEFORE:
+            autopar.save(folder, model, **run.state)
+
+    run.train(STEPS if begins else STEPS - BEFORE, after)
+    return run.numbers()
+
+
+def _go_around(pools: Pools, one: tuple[str, int], other: tuple[str, int], folder: Path) -> None:
+    (case, size), (next_case, next_size) = one, other
+    begin, go_on = partial(_without_dropout, begins=True), partial(_without_dropout, begins=False)
+    expected = pools(size).run(begin, case, folder) if size else [begin(case, folder)]
+    for found in pools(next_size).run(go_on, next_case, folder) if next_size else [go_on(next_case, folder)]:
+        _check(found, expected[0])
+
+
+SERIAL = ("serial", 0)
+WAYS = [
+    (("2 stages", 2), ("filter", 2)),
+    (("filter", 2), ("2 stages", 2)),
+    (SERIAL, ("2 stages", 2)),
+    (("2 stages", 2), SERIAL),
+]
+MORE_WAYS = [
+    (("2 stages", 2), ("2 stages", 4)),
+    (("weights in shards", 4), ("2 stages", 2)),
+    (("filter", 4), ("weights in shards", 2)),
+    (("batch", 2), ("filter", 4)),
+    (("2 stages", 4), ("batch", 1)),
+    (SERIAL, ("filter", 4)),
+    (("filter", 4), SERIAL),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), WAYS, ids=str)
+def test_a_run_goes_on_under_any_plan_and_in_the_serial_model(
+    one: tuple[str, int], other: tuple[str, int], pools: Pools, tmp_path: Path
+) -> None:
+    _go_around(pools, one, other, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), MORE_WAYS, ids=str)
+def test_a_run_goes_on_in_any_world(
+    one: tuple[str, int], other: tuple[str, int], pools: Pools, tmp_path: Path
+) -> None:
+    _go_around(pools, one, other, tmp_path)
+
+
+def _without_room(folder: Path) -> None:
+    """Rank 1 can write no more than a few bytes to a file; no rank is left waiting, and the last save stays."""
+    quiet()
+    run = Run(parallel("filter"))
+    run.train(1)
+    good = autopar.save(folder, run.model, **run.state)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"autopar.save to .* on rank 1: .*make room"):
+            autopar.save(folder, run.model, **run.state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == [good.name]
+    assert autopar.load(folder, run.model, **run.state) is not None
+    assert autopar.save(folder, run.model, **run.state).name == "save-000002"
+
+
+def test_a_rank_without_room_fails_the_save_on_all_and_the_last_one_stays(
+    pools: Pools, tmp_path: Path
+) -> None:
+    pools(2).run(_without_room, tmp_path)
 
 
 # -- bad input ----------------------------------------------------------------------------------
