@@ -143,12 +143,17 @@ class BatchSampler(Sampler[list[int]]):
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._passes += 1
+        self._is_counted = False
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Yield the batches of a pass, which begins with the first: loaders make iterators to no use."""
         order = self._order()
         begin, self._begin = self._begin, 0
-        self._samples, self._is_counted = begin, False
-        self._passes += 1
-        starts = range(begin, self._end(), self._batch_size)
-        return ([order[(start + row) % self._length] for row in self._rows] for start in starts)
+        self._samples = begin
+        for start in range(begin, self._end(), self._batch_size):
+            yield [order[(start + row) % self._length] for row in self._rows]
 
     def _end(self) -> int:
         """The sample of an epoch before which batches begin."""

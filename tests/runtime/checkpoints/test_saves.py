@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
+import signal
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -282,7 +285,7 @@ def test_a_run_goes_on_in_any_world(
 
 
 def _without_room(folder: Path) -> None:
-    """Rank 1 can write no more than a few bytes to a file; no rank is left waiting, and the last save stays."""
+    """Rank 1 can write a few bytes alone; no rank is left waiting, and the last save stays."""
     quiet()
     run = Run(parallel("filter"))
     run.train(1)
@@ -305,6 +308,108 @@ def test_a_rank_without_room_fails_the_save_on_all_and_the_last_one_stays(
     pools: Pools, tmp_path: Path
 ) -> None:
     pools(2).run(_without_room, tmp_path)
+
+
+class Wrapped(nn.Module):
+    """A library's module around the parallel one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def _local_run() -> tuple[ParallelModule, list[torch.optim.Optimizer], Callable[[], float]]:
+    """A run in which ranks pass samples of their own, with two optimizers, one weight that learns later."""
+    quiet()
+    model = parallel("batch", inputs="local")
+    bias, weights = model.first.bias, [item for item in model.parameters() if item is not model.first.bias]
+    optimizers = [torch.optim.SGD(weights, 0.1, momentum=0.9), torch.optim.Adam([bias], 0.1)]
+    x, y = dataset()[model.samples.start : model.samples.stop]
+
+    def step() -> float:
+        model.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizers[0].step()
+        if dist.is_initialized() and model.training:
+            optimizers[1].step()
+        return float(loss)
+
+    return model, optimizers, step
+
+
+def _of_own_samples(folder: Path) -> list[list[float]]:
+    """Losses after a save, and after it is loaded into another run: the second optimizer has no state yet."""
+    losses = []
+    for begins in (True, False):
+        model, optimizers, step = _local_run()
+        whole = Wrapped(model)
+        if begins:
+            model.eval()
+            step()
+            autopar.save(folder, whole, optimizer=optimizers)
+        else:
+            step()
+            assert autopar.load(folder, whole, optimizer=optimizers) is not None
+            assert not optimizers[1].state and not model.training
+            assert all(item.grad is None for item in model.parameters())
+        model.train()
+        losses.append([step() for _ in range(3)])
+    return losses
+
+
+def test_state_that_is_not_there_yet_is_not_there_after_loading(pools: Pools, tmp_path: Path) -> None:
+    for saved, loaded in pools(2).run(_of_own_samples, tmp_path):
+        assert saved == loaded and len(set(saved)) == 3
+
+
+# -- kills --------------------------------------------------------------------------------------
+
+
+def _save_until_killed(folder: Path, victim: int, seconds: float) -> None:
+    """Saves without end; the victim is killed so long after its first one."""
+    quiet()
+    model = parallel("filter")
+    for step in range(1, 10_000):
+        with torch.no_grad():
+            for item in model.parameters():
+                item.fill_(step)
+        autopar.save(folder, model, step=step, keep=2)
+        if dist.get_rank() == victim and step == 1:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def _load_any(folder: Path) -> int:
+    """The step of the save that is loaded, and is whole."""
+    quiet()
+    model = parallel("batch")
+    loaded = autopar.load(folder, model)
+    assert loaded is not None and loaded.step is not None
+    assert all(bool((item == loaded.step).all()) for item in model.parameters())
+    autopar.save(folder, model, step=0)
+    assert not list(folder.glob(".*"))
+    return loaded.step
+
+
+def _kill(pools: Pools, folder: Path, victim: int, seconds: float) -> None:
+    with pytest.raises(AssertionError, match=f"rank {victim} of 2:\nthe process died"):
+        pools(2).run(_save_until_killed, folder, victim, seconds)
+    numbers = sorted(path.name for path in folder.glob("save-*"))
+    newest = max(int(name.removeprefix("save-")) for name in numbers)
+    assert pools(2).run(_load_any, folder) == [newest] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_rank_is_killed_in_a_save_the_newest_one_is_good(
+    victim: int, pools: Pools, tmp_path: Path
+) -> None:
+    _kill(pools, tmp_path, victim, 0.1)
+
+
+@pytest.mark.slow
+def test_the_newest_save_is_good_whenever_ranks_are_killed(pools: Pools, tmp_path: Path) -> None:
+    for number in range(10):
+        _kill(pools, tmp_path / str(number), number % 2, 0.05 + 0.0171 * number)
 
 
 # -- bad input ----------------------------------------------------------------------------------
