@@ -1,12 +1,12 @@
 """Everything that a save has of a run, and whether what a save has is this run's.
 
-Tensors go by the serial model's names; of a tied parameter by its first one, whatever plan it is under.
+Tensors go by the serial model's names, whatever plan they are under.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -32,18 +32,17 @@ from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.programs.agreement import compare
 
-_NOT_OPTIONS = ("params", "param_names")  # of a group
+_PARAMETERS, _NAMES = "params", "param_names"  # of a group, beside its options
 OptimizerStates = dict[str, dict[str, dict[str, Any]]]  # by the optimizer's number, and names of parameters
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A model, its optimizers, and what else has a state dict; `first` has each parameter's first name."""
+    """A model, its optimizers, and what else has a state dict."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
     others: Mapping[str, Any]
-    first: Mapping[str, str]
 
     @staticmethod
     def of(
@@ -58,7 +57,7 @@ class RunState:
         for module in model.modules():
             if isinstance(module, ParallelModule):
                 runner_of(module).tensors.require_placed()
-        return RunState(model, optimizers, known, _first_names(model))  # type: ignore[arg-type]
+        return RunState(model, optimizers, known)  # type: ignore[arg-type]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -80,10 +79,7 @@ class RunState:
 
     def tensors(self) -> dict[str, Any]:
         """Chunks that this rank has of model and optimizers; collective."""
-        named = {
-            str(number): {self._first(name): values for name, values in self._by_names(item)["state"].items()}
-            for number, item in enumerate(self.optimizers)
-        }
+        named = {str(number): self._by_names(item)["state"] for number, item in enumerate(self.optimizers)}
         return {"model": get_model_state_dict(self.model), "optimizer": named}
 
     def _by_names(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -91,17 +87,11 @@ class RunState:
         state: Any = get_optimizer_state_dict(self.model, optimizer)
         return state  # type: ignore[no-any-return]
 
-    def _first(self, name: str) -> str:
-        return self.first.get(name, name)
-
     def groups(self) -> list[list[dict[str, Any]]]:
         """Groups of each optimizer, with parameters by name; collective."""
         return [
             [
-                {
-                    **{key: value for key, value in group.items() if key not in _NOT_OPTIONS},
-                    "params": [self._first(name) for name in group["params"]],
-                }
+                {key: value for key, value in group.items() if key != _NAMES}
                 for group in self._by_names(item)["param_groups"]
             ]
             for item in self.optimizers
@@ -159,23 +149,10 @@ class RunState:
         if only_model:
             return
         for number, item in enumerate(self.optimizers):
-            self._load_optimizer(item, wanted["optimizer"][str(number)], state["groups"][number])
+            given: Any = {"state": wanted["optimizer"][str(number)], "param_groups": state["groups"][number]}
+            set_optimizer_state_dict(self.model, item, given, options=StateDictOptions(strict=False))
         for name, other in self.others.items():
             other.load_state_dict(state[name])
-
-    def _load_optimizer(
-        self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Load an optimizer's state, by the names that this plan has for parameters; collective."""
-        used = {name for group in self._by_names(optimizer)["param_groups"] for name in group["params"]}
-        own = {self._first(name): name for name in used}
-        given: Any = {
-            "state": {own.get(name, name): value for name, value in values.items()},
-            "param_groups": [
-                {**group, "params": [own.get(name, name) for name in group["params"]]} for group in groups
-            ],
-        }
-        set_optimizer_state_dict(self.model, optimizer, given, options=StateDictOptions(strict=False))
 
     def _wanted(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors to load, without the state of parameters that had none yet; collective.
@@ -202,25 +179,6 @@ class RunState:
 def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The entries of all ranks."""
     return {name: value for each in told for name, value in each.items()}
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter, by all of its names."""
-    names: dict[str, str] = {}
-    known: dict[int, str] = {}
-    for name, key in _parameter_keys(model):
-        names[name] = names.get(name) or known.setdefault(key, name)
-    return names
-
-
-def _parameter_keys(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Names of parameters, those of other stages too, with keys that those of one parameter share."""
-    for path, module in model.named_modules():
-        if isinstance(module, ParallelModule):
-            for name, stored in runner_of(module).tree.stored.items():
-                yield (f"{path}.{name}" if path else name), id(stored)
-    for name, item in model.named_parameters(remove_duplicate=False):
-        yield name, id(item)
 
 
 def _form(value: Any) -> str:
@@ -280,4 +238,4 @@ def _require_same_groups(
 
 
 def _options(group: Mapping[str, Any]) -> str:
-    return repr({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
+    return repr({key: value for key, value in group.items() if key != _PARAMETERS})
