@@ -77,14 +77,30 @@ class RunState:
             StatementPart(f"state of the {name}", remedy, _digestible(item)) for name, item in parts.items()
         )
 
-    def tensors(self) -> dict[str, Any]:
-        """Chunks that this rank has of model and optimizers; collective."""
-        named = {str(number): self._by_names(item)["state"] for number, item in enumerate(self.optimizers)}
+    def tensors(self, *, makes_room: bool = False) -> dict[str, Any]:
+        """Chunks that this rank has of model and optimizers; collective.
+
+        An optimizer that hasn't stepped has none, unless this `makes_room` for what is loaded.
+        """
+        have_stepped = [bool(item.state) for item in self.optimizers]
+        states = [
+            self._by_names(item)["state"] for item in self.optimizers
+        ]  # on all ranks, as it is collective
+        named = {
+            str(number): states[number] if makes_room or has_stepped else {}
+            for number, has_stepped in enumerate(have_stepped)
+        }
         return {"model": get_model_state_dict(self.model), "optimizer": named}
 
     def _by_names(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """An optimizer's state dict by the names of this plan; collective."""
+        """An optimizer's state dict by names; collective.
+
+        Torch lets one that hasn't stepped make a state by a step, which would count: it goes again.
+        """
+        has_stepped = bool(optimizer.state)
         state: Any = get_optimizer_state_dict(self.model, optimizer)
+        if not has_stepped:
+            optimizer.state.clear()
         return state  # type: ignore[no-any-return]
 
     def groups(self) -> list[list[dict[str, Any]]]:
@@ -159,7 +175,7 @@ class RunState:
 
         Raises InputError on every rank where an optimizer keeps other values than the saved one did.
         """
-        wanted = self.tensors()
+        wanted = self.tensors(makes_room=True)
         kept, mine = state["kept"], merged(everybody(self.kept(wanted["optimizer"])))
         other = [name for name in kept if mine.get(name) != kept[name]]
         if other:

@@ -363,6 +363,31 @@ def test_state_that_is_not_there_yet_is_not_there_after_loading(pools: Pools, tm
         assert saved == loaded and len(set(saved)) == 3
 
 
+def _before_the_first_step(case: str, folder: Path) -> list[dict[str, Tensor]]:
+    """Numbers of a run that was never saved, of one that was before its first step, and of one from there."""
+    quiet()
+    numbers = []
+    for number in range(3):
+        run = Run(parallel(case, exact_random=True) if dist.is_initialized() else make_net())
+        torch.manual_seed(5)
+        if number == 1:
+            autopar.save(folder, run.model, **run.state)
+            assert not run.optimizer.state
+        if number == 2:
+            assert autopar.load(folder, run.model, **run.state) is not None
+        run.train(2)
+        numbers.append(run.numbers())
+    return numbers
+
+
+@pytest.mark.parametrize("case", ["filter", "2 stages", "serial"])
+def test_a_save_before_the_first_step_changes_nothing(case: str, pools: Pools, tmp_path: Path) -> None:
+    run = partial(_before_the_first_step, case, tmp_path)
+    for never, saved, loaded in [run()] if case == "serial" else pools(2).run(run):
+        for numbers in (saved, loaded):
+            assert [name for name, item in numbers.items() if not torch.equal(item, never[name])] == []
+
+
 # -- kills --------------------------------------------------------------------------------------
 
 
