@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.proof.declared import verify_operator
     from autopar.results.plan.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.module.saves import load, save
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
@@ -35,11 +36,13 @@ __all__ = [
     "compare",
     "explain",
     "full",
+    "load",
     "order_vertices",
     "parallelize",
     "plan",
     "register",
     "report",
+    "save",
     "timeline",
     "verify_operator",
 ]
@@ -55,11 +58,13 @@ _MODULE_OF = {
     "compare": "autopar.api",
     "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",
+    "load": "autopar.runtime.module.saves",
     "order_vertices": "autopar.sharding.vertex_order",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register": "autopar.sharding.declared",
     "report": "autopar.api",
+    "save": "autopar.runtime.module.saves",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

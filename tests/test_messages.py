@@ -35,7 +35,16 @@ OUTSIDE = {"--ntasks-per-node", "--force-reinstall"}  # flags of srun and pip
 # Keywords of torch and others.
 KEYWORDS = {
     *("requires_grad", "sparse", "strict", "fused", "create_graph", "use_cache", "batch_first", "timeout"),
-    *("dynamo_backend", "error_if_nonfinite", "nproc_per_node", "drop_last", "minutes", "inputs", "outputs"),
+    *(
+        "dynamo_backend",
+        "error_if_nonfinite",
+        "nproc_per_node",
+        "drop_last",
+        "batch_sampler",
+        "minutes",
+        "inputs",
+        "outputs",
+    ),
 }
 VERBS = """
 add ask build call change check choose compute convert correct cut draw drop end export free freeze give

@@ -46,7 +46,7 @@ def _replace(path: Path, text: str) -> None:
             os.unlink(draft)
         raise
     with suppress(OSError):  # file systems that can't
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def _mode_of(path: Path) -> int:
@@ -58,8 +58,14 @@ def _mode_of(path: Path) -> int:
     return _MODE & ~mask
 
 
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until what was written to a file is on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

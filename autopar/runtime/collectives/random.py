@@ -75,7 +75,7 @@ class Stream:
     """The seeds of one module's calls that draw. All ranks make the same calls in the same order."""
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._calls = seed, itertools.count()
+        self._seed, self._count = seed, 0
         self._known: dict[int, int] = {}  # seeds by what the default generator drew before the call
 
     def next(self) -> int:
@@ -83,10 +83,21 @@ class Stream:
         the state of the default generator, which moves at each call and which checkpoints put back."""
         ticket = int(torch.randint(2**62, ()))
         if graph_task() == -1 or ticket not in self._known:
-            self._known[ticket] = mixed(self._seed, next(self._calls))
+            self._known[ticket] = mixed(self._seed, self._count)
+            self._count += 1
         if len(self._known) > REPEATED:
             del self._known[next(iter(self._known))]
         return self._known[ticket]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The seed and the number of calls so far, from which all later seeds follow."""
+        return self._seed, self._count
+
+    def go_to(self, place: tuple[int, int]) -> None:
+        """Go on as a stream at that `place` would."""
+        self._seed, self._count = place
+        self._known.clear()
 
 
 def shared_stream() -> Stream:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autopar.core.part import Part, whole
 from autopar.errors import InputError
 from autopar.results.plan.plan import Plan
+from autopar.runtime.collectives.random import Stream
 from autopar.runtime.collectives.roll_call import collective, wait_at_most
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.executable import Executable, StagedExecutable
@@ -193,6 +194,16 @@ class Runner:
         """Compile programs from now on, each at its next call."""
         check_compiler(self._running.device.type)
         self._programs.compile()
+
+    @property
+    def stream(self) -> Stream | None:
+        """Where masks are drawn from; None: from the default generator, as in the serial model."""
+        return self._programs.stream
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether masks follow from the default generators, which then must be alike on all ranks."""
+        return self._running.exact_random and not self.tensors.pipeline.is_staged
 
     @property
     def compiles(self) -> bool:
@@ -420,14 +431,14 @@ class Runner:
     def _loads(self, size: int | None) -> tuple[int, range]:
         """The number of samples of a global batch, and the rows that this rank loads of it."""
         self.tensors.require_placed()
-        if self._programs.batch is None:
+        size = self._programs.batch if size is None else size
+        if size is None:
             raise InputError(
                 where="samples of the parallel module",
                 found="a call without tensors that have dims",
                 wanted="a batch, dim 0 of the first tensor of a call",
                 remedy="cut the work between ranks by hand",
             )
-        size = self._programs.batch if size is None else size
         return size, self._local.rows(size) if self._local else range(size)
 
     # -- the module as a whole --------------------------------------------------------------------

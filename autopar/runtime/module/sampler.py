@@ -9,12 +9,15 @@ rank 1                           9 0 |     8 3 |      7 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from autopar.errors import InputError
+
+T = TypeVar("T")
 
 
 class BatchSampler(Sampler[list[int]]):
@@ -40,6 +43,8 @@ class BatchSampler(Sampler[list[int]]):
         self._batch_size, self._rows = batch_size, rows
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._epoch = 0
+        self._begin = 0  # the sample of the epoch with which the next pass begins
+        self._samples, self._passes, self._is_counted = 0, 0, True
         if batch_size < 1:
             raise InputError(
                 where="batch_size",
@@ -56,8 +61,81 @@ class BatchSampler(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of that epoch from the next iteration on."""
+        """Draw the order of that epoch from the next iteration on, from its start if it is another one."""
+        if epoch != self._epoch:
+            self._begin = self._samples = 0
+            self._is_counted = True
         self._epoch = epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order is drawn: after loading, that in which the run goes on."""
+        return self._epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that the loop has taken, of all ranks together."""
+        return self._samples
+
+    def count(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of `loader`, which takes this sampler, and count those that the loop has taken.
+
+        A loader's workers are ahead of the loop, so that only this tells where a save has to go on. A pass
+        that goes on draws no seed for the workers from torch's generator: it was drawn before the save.
+        """
+        passes = self._passes
+        with torch.random.fork_rng([], enabled=self._begin > 0):
+            batches = iter(loader)
+        if self._passes == passes:
+            raise InputError(
+                where="count of the sampler",
+                found=f"{type(loader).__name__} that doesn't take this sampler",
+                wanted="the loader of this sampler, from the start of a pass",
+                remedy="make it by DataLoader(dataset, batch_sampler=sampler)",
+            )
+        self._is_counted = True
+        for batch in batches:
+            self._samples += self._batch_size
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order, and the samples that the loop has taken of it."""
+        if not self._is_counted:
+            raise InputError(
+                where="state of the sampler",
+                found="batches that weren't counted as the loop took them",
+                wanted="the number of samples that the run has taken",
+                remedy="write `for batch in sampler.count(loader):`",
+            )
+        return {**self._order_state(), "epoch": self._epoch, "samples": self._samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on with the sample after those that were taken, in batches of any size."""
+        mine = self._order_state()
+        other = [
+            f"{name} {state.get(name)} (here {value})"
+            for name, value in mine.items()
+            if state.get(name) != value
+        ]
+        if other:
+            raise InputError(
+                where="loading the state of the sampler",
+                found=", ".join(other),
+                wanted="the order of samples that the run was in",
+                remedy="make the sampler as it was made, of the same dataset",
+            )
+        self._epoch = int(state["epoch"])
+        self._begin = self._samples = int(state["samples"])
+        self._is_counted = True
+
+    def _order_state(self) -> dict[str, Any]:
+        """The settings that the order of samples follows from."""
+        return {
+            "length": self._length,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
+        }
 
     def __len__(self) -> int:
         """The number of global batches of an epoch."""
@@ -65,9 +143,21 @@ class BatchSampler(Sampler[list[int]]):
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._passes += 1
+        self._is_counted = False
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Yield the batches of a pass, which begins with the first: loaders make iterators to no use."""
         order = self._order()
-        starts = range(0, len(self) * self._batch_size, self._batch_size)
-        return ([order[(start + row) % self._length] for row in self._rows] for start in starts)
+        begin, self._begin = self._begin, 0
+        self._samples = begin
+        for start in range(begin, self._end(), self._batch_size):
+            yield [order[(start + row) % self._length] for row in self._rows]
+
+    def _end(self) -> int:
+        """The sample of an epoch before which batches begin."""
+        return self._length - (self._batch_size - 1 if self._drop_last else 0)
 
     def _order(self) -> list[int]:
         if not self._shuffle:

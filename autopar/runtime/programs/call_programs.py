@@ -114,7 +114,7 @@ class CallPrograms:
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
-        self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
+        self.stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self.batch: int | None = None  # samples of the first global batch
         self.compiles = False  # programs
 
@@ -201,7 +201,7 @@ class CallPrograms:
 
     def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
         if dist.get_world_size() > 1 and not self._running.exact_random:
-            self._stream = shared_stream()
+            self.stream = shared_stream()
         return self._tensors.place(made)
 
     def _compiled(
@@ -322,7 +322,7 @@ class CallPrograms:
                 mesh=mesh,
                 device=self._running.device,
                 timeout=self._running.timeout,
-                stream=self._stream,
+                stream=self.stream,
             )
         if isinstance(made, StagedExecutable):
             return StagedProgram(
@@ -332,7 +332,7 @@ class CallPrograms:
                 device=self._running.device,
                 bucket_bytes=self._running.bucket_bytes,
                 timeout=self._running.timeout,
-                stream=self._stream,
+                stream=self.stream,
             )
         samples = self._local.settle(made.samples) if self._local and made.samples else None
         bound = Bound(
@@ -342,7 +342,7 @@ class CallPrograms:
             device=self._running.device,
             bucket_bytes=self._running.bucket_bytes,
             samples=samples,
-            stream=self._stream,
+            stream=self.stream,
             local_outputs=self._running.local_outputs,
             plain=self._tensors.are_plain,
         )

@@ -100,3 +100,68 @@ def test_what_has_no_indices_no_length_or_no_batch_is_refused_by_name() -> None:
         BatchSampler(dataset(0), batch_size=4, rows=range(2))
     with pytest.raises(InputError, match="batch_size: found 0"):
         BatchSampler(dataset(3), batch_size=0, rows=range(0))
+
+
+# -- going on -----------------------------------------------------------------------------------
+
+
+def passed(sampler: BatchSampler, count: int, workers: int) -> list[list[int]]:
+    """So many batches of what is left of the epoch, as a loop takes them of a loader."""
+    loader = DataLoader(dataset(19), batch_sampler=sampler, num_workers=workers)
+    return [batch[0].tolist() for batch in itertools.islice(sampler.count(loader), count)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_goes_on_with_the_samples_that_no_loop_has_taken(workers: int) -> None:
+    """A worker is ahead of the loop; what it has loaded and nobody has taken comes again."""
+    options: dict[str, Any] = {"batch_size": 4, "rows": range(4), "seed": 3}
+    one, other = BatchSampler(dataset(19), **options), BatchSampler(dataset(19), **options)
+    one.set_epoch(2)
+    whole = list(one)
+    assert passed(one, 2, workers) == whole[:2]
+    assert one.samples == 8
+    other.load_state_dict(one.state_dict())
+    other.set_epoch(other.epoch)
+    assert (other.epoch, other.samples) == (2, 8)
+    assert passed(other, 9, workers) == whole[2:]
+    assert other.samples == 20
+    assert passed(other, 9, workers) == whole  # the next pass is a whole one
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_batches_of_another_size_go_on_with_the_same_samples(size: int, drop_last: bool) -> None:
+    options: dict[str, Any] = {"seed": 3, "drop_last": drop_last}
+    one = BatchSampler(dataset(19), batch_size=4, rows=range(4), **options)
+    other = BatchSampler(dataset(19), batch_size=size, rows=range(size), **options)
+    order = list(
+        itertools.chain.from_iterable(BatchSampler(dataset(19), batch_size=19, rows=range(19), seed=3))
+    )
+    passed(one, 2, 0)
+    other.load_state_dict(one.state_dict())
+    rest = list(other)
+    assert all(len(batch) == size for batch in rest)
+    left = (19 - 8) // size * size if drop_last else -(-(19 - 8) // size) * size
+    assert list(itertools.chain.from_iterable(rest)) == [order[(8 + place) % 19] for place in range(left)]
+
+
+def test_a_pass_that_was_at_its_end_has_no_batches_left_and_another_epoch_all() -> None:
+    one, other = (BatchSampler(dataset(8), batch_size=4, rows=range(4)) for _ in range(2))
+    loader = DataLoader(dataset(8), batch_sampler=one)
+    assert len(list(one.count(loader))) == 2
+    for epoch, left in ((0, 0), (1, 2)):
+        other.load_state_dict(one.state_dict())
+        other.set_epoch(epoch)
+        assert len(list(other)) == left
+
+
+def test_batches_that_nobody_counts_and_foreign_loaders_and_orders_are_refused() -> None:
+    sampler = BatchSampler(dataset(8), batch_size=4, rows=range(4))
+    next(iter(sampler))
+    with pytest.raises(InputError, match=r"weren't counted .* sampler.count\(loader\)"):
+        sampler.state_dict()
+    with pytest.raises(InputError, match="DataLoader that doesn't take this sampler"):
+        next(sampler.count(DataLoader(dataset(8), batch_size=4)))
+    state = BatchSampler(dataset(9), batch_size=4, rows=range(4), seed=1).state_dict()
+    with pytest.raises(InputError, match=r"length 9 \(here 8\), seed 1 \(here 0\)"):
+        sampler.load_state_dict(state)
