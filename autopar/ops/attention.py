@@ -31,11 +31,11 @@ from autopar.core.work import Flops, FusedScores, SizedCall
 from autopar.sharding.atoms import Atoms, Relation
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.halo import place_along, places_along
+from autopar.sharding.needed_rows import RING
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 _KEYS = (1, 2)  # the operands key and value
-RING = "ring"  # the factor of queries and keys that are split alike
 
 
 @register

@@ -24,6 +24,8 @@ from autopar.core.placement import Shard
 from autopar.sharding.rule import Handle, Site
 
 NEEDED = "r"  # the factor of which each rank fetches the rows that it reads
+RING = "ring"  # the factor of queries and keys that are split alike: the keys of all come to each rank
+FETCHED = frozenset((NEEDED, RING))  # ranks have rows of others by them: samples along them aren't apart
 Made = TypeVar("Made")
 Rows = tuple[int, int]  # [first, stop)
 Reads = Callable[[Sequence[int]], Tensor]  # the rows, rising, that the rank at a coordinate reads

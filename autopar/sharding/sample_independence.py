@@ -28,7 +28,7 @@ from autopar.errors import RuleError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.equation import Kind
 from autopar.sharding.made_constants import made_constants
-from autopar.sharding.needed_rows import NEEDED
+from autopar.sharding.needed_rows import FETCHED
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.sample_values import TAKEN, Role, SampleValue, Scale
 from autopar.sharding.sorted_rows import EMPTY, Order, SortedRows, SortingRelation
@@ -380,7 +380,7 @@ class SampleFlow:
         else; none that fetches rows of others."""
         loops = self.batch if loops is None else loops
         for option in options_of(item, self.dims):
-            if option.factor == NEEDED:
+            if option.factor.split(".")[0] in FETCHED:
                 continue
             sharded = {
                 place
