@@ -139,7 +139,7 @@ class _Sorting:
         before = {name: self.editor.title(f"{name}_unsorted") for name in ordered}
         self.editor.specs |= {other: self.specs[name] for name, other in before.items()}
         results = tuple(before.get(name, name) if name else None for name in item.results)
-        self.editor.keep(**self.operands(frozenset()), results=results)
+        self.editor.keep(**self.operands(frozenset()), name=before.get(item.name, item.name), results=results)
         for name, other in before.items():
             args = Ref(other), Ref(self.index(self.order_of(name), "edge_order"))
             self.editor.keep(name=name, target=PICK, args=args, kwargs={}, results=(name,), order=())
