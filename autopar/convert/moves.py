@@ -72,7 +72,7 @@ _TABLE: dict[tuple[type, type], MoveEffect] = {
 }
 
 
-_JOINT = {(Partial, Replicate), (Replicate, Broadcast), (Partial, Broadcast)}
+JOINT = ((P, R), (R, B), (P, B))  # sums, of values or of gradients: on several axes they may be one
 EFFECTS = {each.name: each for each in _TABLE.values()}
 
 
@@ -94,11 +94,6 @@ def gathers(move: Move) -> bool:
 def sums_gradients(move: Move) -> bool:
     """Whether backward of `move` sums the ranks' gradients, and forward no values."""
     return effect(move).name in ("r_to_b", "s_to_b")
-
-
-def may_join(source: Placement, target: Placement) -> bool:
-    """Whether the same change on several axes can be one move: a sum of values or of gradients."""
-    return (type(source), type(target)) in _JOINT
 
 
 def exists(source: Placement, target: Placement) -> bool:
@@ -127,7 +122,7 @@ def moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iter
 
 def _joint_moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iterator[Move]:
     """The sums over several axes at once."""
-    for source, target in ((P, R), (R, B), (P, B)):
+    for source, target in JOINT:
         able = [axis for axis, each in enumerate(layout) if each == source and target in placements[axis]]
         for axes in several_of(able):
             after = tuple(target if axis in axes else each for axis, each in enumerate(layout))

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.moves import MoveAction, MoveEffect, effect_of, exists, may_join, several_of
+from autopar.convert.moves import JOINT, MoveAction, MoveEffect, effect_of, exists, several_of
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 
@@ -212,10 +212,9 @@ class _Builder:
 
     def joint(self) -> Iterator[PlacementChange]:
         """The sums over several axes."""
-        for source, target in itertools.permutations(_placed(self.placements), 2):
-            if may_join(source, target):
-                able = [axis for axis in self.axes if {source, target} <= set(self.placements[axis])]
-                yield from (PlacementChange(axes, source, target) for axes in several_of(able))
+        for source, target in JOINT:
+            able = [axis for axis in self.axes if {source, target} <= set(self.placements[axis])]
+            yield from (PlacementChange(axes, source, target) for axes in several_of(able))
 
     def ends(
         self, change: PlacementChange, kept: Numbers, ordered: Numbers, number: Numbers
@@ -299,11 +298,6 @@ class _Builder:
                 # Some of them must be minor, even if as many as can be are called major.
                 found |= sharding > sum(axis < max(own) for axis in axes)
         return found
-
-
-def _placed(placements: Placements) -> list[Placement]:
-    """The placements of interest on any axis."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(placements)))
 
 
 def _leaving(source: Numbers, count: int) -> tuple[list[int], ...]:

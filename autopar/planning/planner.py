@@ -78,9 +78,23 @@ class Planner:
 
         No ranks run here that could measure along. All of it, tracing too, is within the time limit.
         """
-        with self.watched() as watch:
-            plan = self.found_plan(model, args, kwargs, auto, watch.deadline)
-        return _noted(plan, STOPPED if watch.is_stopped else None)
+        with (
+            self.watched() as watch,
+            busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners,
+        ):
+            deadline = watch.deadline
+            if auto:
+                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
+            elif self.request.micro_batches == 1:
+                graph = self.trace_step(model, args, kwargs).graph
+                found = self.find(graph, self.request, co_runners, deadline=deadline)
+            else:
+                parts = self.parts(model, args, kwargs)
+                graph = parts.traced(self.request.micro_batches).graph
+                found = self.find(graph, self.request, co_runners, deadline=deadline)
+                check_lengths(parts, found)
+        stopped = (STOPPED,) if watch.is_stopped else ()
+        return replace(found, notes=(*found.notes, *weight_notes(model), *stopped))
 
     @contextmanager
     def watched(self) -> Iterator[SearchWatch]:
@@ -93,28 +107,6 @@ class Planner:
         watch = SearchWatch(after(limit and (1 - FINISHING_SHARE) * limit), tell)
         with watched(watch):
             yield watch
-
-    def found_plan(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        auto: Auto | None,
-        deadline: float | None,
-    ) -> Plan:
-        """The plan of `find_plan`, by a deadline."""
-        with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
-            if auto:
-                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
-            elif self.request.micro_batches == 1:
-                graph = self.trace_step(model, args, kwargs).graph
-                found = self.find(graph, self.request, co_runners, deadline=deadline)
-            else:
-                parts = self.parts(model, args, kwargs)
-                graph = parts.traced(self.request.micro_batches).graph
-                found = self.find(graph, self.request, co_runners, deadline=deadline)
-                check_lengths(parts, found)
-        return replace(found, notes=(*found.notes, *weight_notes(model)))
 
     @uncollected()
     def find(
