@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from autopar.errors import OutOfTimeError
+from autopar.units import show_seconds
 
 SECONDS_BETWEEN_WORDS = 1.0  # of what a search is doing
 
@@ -43,6 +44,7 @@ class SearchWatch:
     deadline: float | None = None
     tell: Callable[[str], None] | None = None
     is_stopped: bool = False
+    best: float = math.inf  # seconds of the best step so far
     doing: str = ""
     told: float = 0.0  # when somebody last heard
 
@@ -51,10 +53,11 @@ class SearchWatch:
         self.is_stopped = True
 
     def say(self, doing: str) -> None:
-        """Tell what is done now."""
+        """Tell what is done now, and the best so far."""
         self.doing, self.told = doing, time.monotonic()
         if self.tell is not None:
-            self.tell(doing)
+            best = f"; best so far {show_seconds(self.best)} a step" if self.best < math.inf else ""
+            self.tell(doing + best)
 
 
 _WATCH: ContextVar[SearchWatch | None] = ContextVar("search watch", default=None)
@@ -74,6 +77,12 @@ def say(doing: str) -> None:
     """Tell who hears of the search what it does now."""
     if (watch := _WATCH.get()) is not None:
         watch.say(doing)
+
+
+def note_step(seconds: float) -> None:
+    """Note a step that was found, for who hears of the search."""
+    if (watch := _WATCH.get()) is not None:
+        watch.best = min(watch.best, seconds)
 
 
 def current_watch() -> SearchWatch | None:

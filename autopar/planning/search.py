@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.deadline import after, is_over, left, say, watched
+from autopar.core.deadline import after, is_over, left, note_step, say, watched
 from autopar.core.force import PURE, Parallelism
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
@@ -307,10 +307,11 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
             failures.append(_too_late(problem))
             continue
         try:
-            say(_doing(problem, [step.seconds for _, step in found]))
+            say(_doing(problem))
             ask = problem.ask(problem.request.force, cap=problem.cap)
             found.append((problem, step := problem.plan(ask, limits)))
             bounds[problem.mesh] = step.bound
+            note_step(step.seconds)
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
             if isinstance(error, CutoffError):
@@ -328,12 +329,11 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
     return _Best(problem, dataclasses.replace(step, bound=max(0.0, bound)), least)
 
 
-def _doing(problem: MeshProblem, seconds: Sequence[float]) -> str:
-    """What is searched now, and the best so far."""
+def _doing(problem: MeshProblem) -> str:
+    """What is searched now."""
     request = problem.request
-    stages = f"{request.pipeline_ranks} stages, " if request.pipeline_ranks > 1 else ""
-    best = f"; best so far {show_seconds(min(seconds))} a step" if seconds else ""
-    return f"mesh {problem.mesh}, {stages}{request.micro_batches} micro-batches{best}"
+    stages = f"{request.pipeline_ranks} pipeline ranks, " if request.pipeline_ranks > 1 else ""
+    return f"mesh {problem.mesh}, {stages}{request.micro_batches} micro-batches"
 
 
 def _first(problems: Sequence[MeshProblem]) -> list[tuple[MeshProblem, Step]]:
@@ -343,6 +343,7 @@ def _first(problems: Sequence[MeshProblem]) -> list[tuple[MeshProblem, Step]]:
     if step is None:
         return []
     problem.first = step.solution
+    note_step(step.seconds)
     return [(problem, step)]
 
 

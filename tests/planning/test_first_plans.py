@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.deadline import SearchWatch, after, check_time, left, say, stop_search, watched
+from autopar.core.deadline import SearchWatch, after, check_time, left, note_step, say, stop_search, watched
 from autopar.core.force import PURE, Parallelism
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
@@ -102,8 +102,10 @@ def test_what_a_search_does_is_told_again_while_it_goes_on() -> None:
         check_time()
         assert heard == ["tracing"]
         watch.told -= 2.0
+        note_step(3.0)
+        note_step(4.0)
         check_time()
-    assert heard == ["tracing", "tracing"]
+    assert heard == ["tracing", "tracing; best so far 3 s a step"]
 
 
 class Checkpointed(torch.nn.Module):

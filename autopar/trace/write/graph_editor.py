@@ -74,5 +74,6 @@ class GraphEditor:
     def finish(self, **changes: Any) -> Graph:
         """The graph of what is written."""
         operators, inputs = tuple(self.operators), tuple(self.inputs.values())
+        assert len({item.name for item in operators}) == len(operators), "operators share a name"
         made = replace(self.graph, operators=operators, inputs=inputs, specs=self.specs)
         return without_dead_code(replace(made, **changes))
