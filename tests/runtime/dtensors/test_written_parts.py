@@ -98,9 +98,20 @@ def _by_draws(net: Any) -> None:
     net.head.weight.mul_(torch.bernoulli(torch.full_like(net.head.weight, 0.5)))
 
 
-def _pair(kinds: list[str]) -> tuple[Any, Any]:
+class Scaled(Net):
+    """A parameter that every rank has whole, beside those that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def _pair(kinds: list[str], net: type[Net] = Net) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    theirs = Net().double()
+    theirs = net().double()
     compile = forced_compiler(Mesh((2,)), kinds)
     ours: Any = ParallelModule(copy.deepcopy(theirs), compile, describe=describe, device=torch.device("cpu"))
     ours.prepare(X)
@@ -165,14 +176,20 @@ def _penalties(kinds: list[str]) -> None:
 
 
 def _from_unequal_seeds() -> None:
-    """A parameter that lies whole stays equal on all ranks."""
-    _, ours = _pair(["batch"])
-    weight = ours.inner.weight.detach()
+    """A whole parameter beside split ones is one rank's draw; where all are whole, the next call tells."""
+    _, ours = _pair(["filter"], Scaled)
     torch.manual_seed(torch.distributed.get_rank())
-    drawn = weight.normal_()._local_tensor
+    assert ours.scale.placements == (Replicate(),)
+    drawn = ours.scale.detach().normal_().to_local()
     first = drawn.clone()
     torch.distributed.broadcast(first, 0)
     assert torch.equal(drawn, first)
+    _, ours = _pair(["batch"])
+    torch.manual_seed(torch.distributed.get_rank())
+    ours.inner.weight.detach().normal_()
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=r"inner\.weight"):
+        ours(X)
 
 
 def _of_another_mesh() -> None:
