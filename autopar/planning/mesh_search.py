@@ -213,7 +213,8 @@ class MeshProblem:
         found, bound = self.hidden(ask.uncapped, limits)
         if ask.cap is not None and self.quickest(found).peak.nbytes > ask.cap:
             check_cutoff(bound, limits.cutoff)
-            found, bound = self.hidden(ask, limits)
+            found, capped = self.hidden(ask, limits)
+            bound = max(bound, capped)
         step = unstaged(self.quickest(found), count)
         step = dataclasses.replace(step, bound=min(bound, step.seconds))
         return self.unlike(step, found, ask) if step.gap > max(UNLIKE, self.request.gap) else step
@@ -240,7 +241,10 @@ class MeshProblem:
             priced = solution.priced.at(self.prices)
             found.append(dataclasses.replace(solution, priced=priced, seconds=priced.seconds))
             seconds = priced.cost.of(count)
-            least = self.quickest(found).priced.cost.of(count)
+            quickest = self.quickest(found)
+            if ask.cap is not None and ask.force == self.request.force:
+                self.first = quickest
+            least = quickest.priced.cost.of(count)
             bound = max(bound, count * solution.bound)
             if least - bound <= max(self.request.gap, SECONDS_TOLERANCE) * least:
                 break

@@ -297,7 +297,7 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
     """The best step of all meshes; those on which nothing faster than what is found can be are left, and in
     long graphs those on which nothing much faster can be."""
     scarce = deadline is not None or problems[0].cap is not None
-    found = _first(problems) if scarce else []
+    found = _first(problems) if scarce and cutoff == math.inf else []
     failures: list[InfeasibleError | SolverError] = []
     bounds = dict[Mesh, float]()  # seconds that no step on a mesh takes less than
     for problem in problems:

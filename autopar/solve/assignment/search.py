@@ -46,6 +46,7 @@ FEWEST_ROUNDS = 4  # of the deepest programs
 BRANCHING = 12 * SECOND
 PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
 PRICED_GAP = 5e-3  # from the best where memory has a price, which is a guess itself
+LARGE_PROGRAM = 4000  # rows from which on to branch takes seconds
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest assignment takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 MOST_ROUNDS = 2 * MEMORY_ROUNDS + PRICE_STEPS  # what there is to be tried, in programs that aren't deep
@@ -112,6 +113,37 @@ def choose(
     return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
 
 
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    """A program without integrality, and its answer; no plan whose equal blocks aren't planned alike takes
+    less than `others` seconds."""
+
+    problem: Problem
+    answer: SolverAnswer
+    others: float
+    is_bounded: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the relaxation has chosen whole strategies."""
+        return self.answer.values is not None and is_whole(self.problem, self.answer)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan takes less than."""
+        return self.bound_of(self.answer.bound)
+
+    def bound_of(self, alike: float) -> float:
+        """The bound on all plans, by one on those that plan equal blocks alike."""
+        proves = self.is_bounded and self.problem.memory_price == FREE
+        return min(alike, self.others) if proves else -math.inf
+
+
+def is_large(problem: Problem) -> bool:
+    """Whether to branch takes seconds."""
+    return len(problem.lp.lows) >= LARGE_PROGRAM
+
+
 @dataclass(slots=True)
 class _PlacementSearch:
     graph: Graph
@@ -132,25 +164,32 @@ class _PlacementSearch:
     known: float = math.inf  # seconds of a plan that meets the cap
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
-        first = self.solved(rows=cap, bounded=bounded, cutoff=cutoff)
-        found = self.tightened(first, cap)
-        if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
+        """The best plan by rows and by prices of memory; of large programs, on whose rows to branch takes
+        long and leads to no more, by prices alone if these find one."""
+        rows = self.relaxation(rows=cap, bounded=bounded, cutoff=cutoff)
+        bound = rows.bound if bounded else -math.inf
+        first = self.placed(rows) if rows.is_whole or not is_large(rows.problem) else None
+        found = self.tightened(first, cap) if first else []
+        if not found or bounded and found[0].seconds > bound * (1 + self.gap):
             with contextlib.suppress(SolverError):
                 found += self.priced(cap)
+            if first is None and not found:
+                first = self.placed(rows)
+                found += self.tightened(first, cap)
             with contextlib.suppress(SolverError):
                 found += self.without_regather(cap)
         if not found and self.known < math.inf:
-            raise UnbeatenError.of(first.bound if bounded else -math.inf, self.known)
+            raise UnbeatenError.of(bound, self.known)
         if not found and self.brief:
             raise self.infeasible(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
-        if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
-            best = self.best_neighbor([best, first, *found], cap)
+        if best is not None and (not found or best.seconds > bound * (1 + self.gap)):
+            best = self.best_neighbor([best, *([first] if first else []), *found], cap)
         if best is None or best.peak.nbytes > cap:
             self.note(best)
             raise self.infeasible(cap)
-        best = replace(best, status=first.status)
-        return judged(best, first.bound, self.gap) if bounded else best
+        best = replace(best, status=first.status if first else "gap_limit")
+        return judged(best, bound, self.gap) if bounded else best
 
     def best_neighbor(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
@@ -187,7 +226,7 @@ class _PlacementSearch:
         to where they just do."""
         if not self.rounds:
             return []
-        fastest = self.solved(bounded=False)
+        fastest = self.without_cap()
         unit = fastest.seconds / max(1, fastest.peak.nbytes)
         low, high = map(math.log, MEMORY_PRICES)
         found = []
@@ -199,11 +238,17 @@ class _PlacementSearch:
             solution = self.solved(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
+                self.known = min(self.known, solution.seconds)
             # Without recomputed parts it is the assignment that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
             plain = plain or solution.seconds >= self.known
             low, high = (low, middle) if plain else (middle, high)
-        return found
+        fitted = self.completed(fastest)
+        return [*found, fitted] if fitted.peak.nbytes <= cap else found
+
+    def without_cap(self) -> PricedProgram:
+        """The fastest program, whatever memory it takes."""
+        return replace(self, cap=None, known=math.inf).solved(bounded=False).priced
 
     def has_round(self) -> bool:
         """Take another round, if there is one."""
@@ -299,23 +344,42 @@ class _PlacementSearch:
         if memory_price != FREE and (exact := self.eliminated(memory_price)):
             self.note(exact)
             return exact
+        return self.placed(
+            self.relaxation(rows=rows, memory_price=memory_price, bounded=bounded, cutoff=cutoff)
+        )
+
+    def relaxation(
+        self,
+        *,
+        rows: int | None,
+        memory_price: MemoryPrice = FREE,
+        bounded: bool,
+        cutoff: float,
+    ) -> _Relaxed:
+        """Solve the relaxation, whose bound is one on all plans if they have to be `bounded`."""
         problem = self.problem(rows=rows, memory_price=memory_price)
-        answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
-        bound, proves = answer.bound, bounded and memory_price == FREE
+        answer = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
         others = math.inf  # the bound on plans whose equal blocks are not planned alike
-        if proves and answer.status != "infeasible":
+        if bounded and memory_price == FREE and answer.status != "infeasible":
             if self.folding.count > 1:
-                free = self.problem(rows=rows, relaxed=True)
-                others = self.bound(free)
-            check_cutoff(min(bound, others), cutoff)
-        if answer.values is not None and not is_whole(problem, answer):
-            answer = self.branch(problem, relaxed)
+                others = self.bound(self.problem(rows=rows, relaxed=True))
+            check_cutoff(min(answer.bound, others), cutoff)
+        if answer.status == "infeasible":
+            raise self.infeasible(self.cap or 0)
+        return _Relaxed(problem, answer, others, is_bounded=bounded)
+
+    def placed(self, relaxed: _Relaxed) -> Solution:
+        """The best plan in whole strategies, with what is recomputed and offloaded; that which the relaxation
+        comes nearest to if it isn't found in time, or SolverError if that wasn't solved either."""
+        problem, answer, bound = relaxed.problem, relaxed.answer, relaxed.answer.bound
+        if answer.values is not None and not relaxed.is_whole:
+            answer = self.branch(problem, answer)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
             raise self.infeasible(self.cap or 0)
         rounded = answer.values is None
         if rounded:
-            answer = replace(relaxed, status="time_limit")
+            answer = replace(relaxed.answer, status="time_limit")
         if answer.values is None:
             raise SolverError(
                 where="solver",
@@ -323,13 +387,13 @@ class _PlacementSearch:
                 wanted="an incumbent",
                 remedy="give more with --time-limit",
             )
-        bound = min(bound, others) if proves else -math.inf
         priced = PricedProgram(self.prices, read(problem, answer))
         if not rounded:
             self.check(problem, answer, priced)
+        bound = relaxed.bound_of(bound)
         solution = replace(self.completed(priced), bound=bound, status=answer.status)
         self.note(solution)
-        return judged(solution, bound, self.gap) if bounded else solution
+        return judged(solution, bound, self.gap) if relaxed.is_bounded else solution
 
     def eliminated(self, memory_price: MemoryPrice) -> Solution | None:
         """The best plan where bytes have a price, if blocks are unlike and it can be found by elimination."""
@@ -346,7 +410,7 @@ class _PlacementSearch:
     def completed(self, priced: PricedProgram) -> Solution:
         """The program with what is computed again so that it fits; as it is if it is too slow already."""
         cap = self.cap if priced.seconds < self.known else None
-        return completed(priced, cap, recompute=self.recompute, offload=self.offload)
+        return completed(priced, cap, recompute=self.recompute, offload=self.offload, below=self.known)
 
     def bound(self, free: Problem) -> float:
         """Lower bound on the seconds of all plans, by a relaxation; -inf if it can't be solved."""
@@ -358,8 +422,10 @@ class _PlacementSearch:
     def branch(self, problem: Problem, relaxed: SolverAnswer) -> SolverAnswer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
-        if problem.memory_price != FREE and (near := self.near(problem, relaxed)):
-            return near
+        if problem.memory_price != FREE:
+            near = self.near(problem, relaxed)
+            if near or is_large(problem):
+                return near or UNSOLVED
         if problem.cap is None and problem.memory_price == FREE:
             try:
                 return solve(problem.lp, gap=self.gap, time_limit=self.left(), work=self.work)

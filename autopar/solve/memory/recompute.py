@@ -16,6 +16,7 @@ need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -59,10 +60,10 @@ class FittedProgram:
         return self.priced.peak
 
 
-def fit(priced: PricedProgram, cap: int) -> FittedProgram:
+def fit(priced: PricedProgram, cap: int, *, spare: float = math.inf) -> FittedProgram:
     """The program with the parts recomputed that make it fit `cap` bytes per device at least expense; if
-    none do, with those that need least."""
-    return _Fitting(priced).under(cap)
+    none do in less than `spare` seconds, with those that need least of what was tried."""
+    return _Fitting(priced, spare).under(cap)
 
 
 def everything(priced: PricedProgram) -> PricedProgram:
@@ -114,6 +115,7 @@ def _size(peak: Peak) -> tuple[int, int]:
 @dataclass(slots=True)
 class _Fitting:
     priced: PricedProgram
+    spare: float = math.inf  # seconds that recomputing may take
     known: dict[tuple[Segment, ...], FittedProgram] = field(default_factory=dict)
 
     @property
@@ -134,7 +136,9 @@ class _Fitting:
         table = _table(self.priced)
         least, good = plain, []
         for parts in self.promising(plain.peak, table, cap):
-            found = self.fitted(parts, _totals(table, parts)[0])
+            if (seconds := _totals(table, parts)[0]) >= self.spare:
+                return least
+            found = self.fitted(parts, seconds)
             least = min(least, found, key=lambda each: _size(each.peak))
             if found.peak.nbytes <= cap:
                 good.append(self.without_idle(found, table, cap))

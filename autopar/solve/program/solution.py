@@ -84,9 +84,10 @@ def completed(
     *,
     recompute: Recompute,
     offload: Offload = Offload.NONE,
+    below: float = math.inf,
 ) -> Solution:
     """The program with what is recomputed and offloaded, if anything, and its cost; without a
-    bound."""
+    bound. It may not fit where it would take `below` seconds or more."""
     if recompute is Recompute.ALL:
         priced = everything(priced)
     if offload is Offload.ALL:
@@ -94,7 +95,7 @@ def completed(
     if cap is not None and offload is not Offload.NONE:
         priced = fit_by_offload(priced, cap, recompute=recompute, offload=offload).priced
     elif cap is not None and recompute is Recompute.AUTO:
-        priced = fit(priced, cap).priced
+        priced = fit(priced, cap, spare=below - priced.seconds).priced
     return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced)
 
 
