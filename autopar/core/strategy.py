@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autopar.core.placement import Placement
+from autopar.core.placement import Layout, Placement
+
+_KNOWN_OPTIONS: dict[tuple[str, Layout, Layout], Option] = {}  # few: they have no sizes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way to run an operator on ONE axis: the factor (or none) and all placements."""
+    """One way to run an operator on ONE axis: the factor (or none) and all placements; equal ones are one
+    object."""
 
     factor: str
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+
+    def __new__(cls, factor: str, operands: Layout, results: Layout) -> Option:
+        key = factor, operands, results
+        found = _KNOWN_OPTIONS.get(key)
+        return _KNOWN_OPTIONS.setdefault(key, object.__new__(cls)) if found is None else found
+
+    def __reduce__(self) -> tuple[type, tuple[str, Layout, Layout]]:
+        return Option, (self.factor, self.operands, self.results)
 
     @property
     def shards(self) -> bool:

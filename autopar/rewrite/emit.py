@@ -35,6 +35,11 @@ class LocalCall:
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the call is torch's own, not one that autopar registered."""
+        return bool(self.call.target.namespace != "autopar")
+
 
 class GraphEmitter:
     """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing, one that

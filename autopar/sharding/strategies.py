@@ -14,8 +14,7 @@ from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
 
 MOST_SHARED = 256  # lists of strategies that operators of any sizes share
-_NUMBERS: dict[object, int] = {}  # of signs, in the order in which they were met
-_OPTIONS: dict[tuple[Option, ...], tuple[Option, ...]] = {}  # one object of equal ones: few, without sizes
+_NUMBERS: dict[object, int] = {}  # of traits, in the order in which they were met
 
 
 def find_atoms(graph: Graph) -> Atoms:
@@ -61,8 +60,13 @@ def sign_of(operation: Operator, dims: Dims) -> int:
             tuple(order[atom] for atom in atoms),
             tuple(dims.way_of_cutting(atom) for atom in order),
         )
-        dims.sign_of[operation.name] = _NUMBERS.setdefault(sign, len(_NUMBERS))
+        dims.sign_of[operation.name] = number_of(sign)
     return dims.sign_of[operation.name]
+
+
+def number_of(traits: object) -> int:
+    """The process's number for traits, which equal ones share: a short key for long ones."""
+    return _NUMBERS.setdefault(traits, len(_NUMBERS))
 
 
 def text_of(operation: Operator, show: Callable[[str], str]) -> str:
@@ -91,7 +95,7 @@ def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
     sign = sign_of(operation, dims)
     if sign not in dims.options:
         found = rule_of(operation).options(Instance(operation, dims.graph.specs), dims.atoms)
-        dims.options[sign] = _OPTIONS.setdefault(tuple(found), tuple(found))
+        dims.options[sign] = tuple(found)
     return dims.options[sign]
 
 

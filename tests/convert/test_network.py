@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -112,7 +113,7 @@ def test_ways_to_a_need_have_allowed_moves_alone_and_all_of_them(
 def test_without_names_no_move_is_lost_or_dearer(alike: Alike, tensor: str) -> None:
     prices, names = prices_of(Mesh((2, 2, 2)))
     if len(alike[0]) == 3:
-        prices.cluster = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e9))
+        prices = replace(prices, cluster=ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e9)))
     name, ends = names[tensor], ENDS[3]
     columns = interesting(ends, differentiable=True)
     shared = tuple(sorted({item for column in columns for item in column}, key=str))

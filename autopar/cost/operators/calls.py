@@ -18,13 +18,11 @@ from typing import Any
 from torch import fx
 
 from autopar.convert.moves import EFFECTS, MoveAction
-from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.cost.operators.saved import stand_ins
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from costdb.footprint import footprint
-from costdb.operands import specs
 from costdb.slopes import passes
 
 
@@ -79,48 +77,6 @@ def read_calls(
     return _CallReader(emitter, values, kind).read(results)
 
 
-def read_call(call: Call, kind: str) -> OperatorCalls:
-    """The one call of an operator that is a local one, on a device of `kind`."""
-    given, found = specs(call), footprint(call, kind)
-    first = len(given)
-    results = tuple(range(first, first + len(found.results)))
-    pairs = zip(results, found.results, found.aliases, strict=True)
-    gives = [
-        CallResult(number, 0 if alias is not None or spec is None else spec.nbytes, alias)
-        for number, spec, alias in pairs
-    ]
-    if facts_of(call.target).whole_first and gives[0].nbytes < given[0].nbytes:
-        gives[0] = replace(gives[0], nbytes=given[0].nbytes)
-    return OperatorCalls((_memory_of(call, kind, tuple(range(first)), tuple(gives)),), results)
-
-
-def _memory_of(
-    call: Call, kind: str, places: Sequence[int | None], gives: Sequence[CallResult]
-) -> CallMemory:
-    """Memory of a local call on operands at these places, None for those that are held from the start."""
-    found, both = footprint(call, kind), passes(call, kind)
-    made = [each.value for each in gives]
-    saves = {taken for place in found.saved.operands if (taken := places[place]) is not None}
-    saves |= {made[place] for place in found.saved.results}
-    gradients = tuple(
-        Gradient(taken, slope.nbytes, None if slope.alias is None else made[slope.alias])
-        for taken, slope in zip(places, both.slopes, strict=True)
-        if slope is not None and taken is not None
-    )
-    new, slopes = sum(each.nbytes for each in gives), sum(each.nbytes for each in gradients)
-    scratch = facts_of(call.target).scratch
-    ahead, back = scratch(call.args) if scratch else (0, 0)
-    return CallMemory(
-        tuple(place for place in places if place is not None),
-        tuple(gives),
-        frozenset(saves),
-        found.saved.extra_bytes,
-        gradients,
-        forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes) + ahead,
-        backward_scratch=max(0, both.backward_bytes - slopes) + back,
-    )
-
-
 class _CallReader:
     def __init__(self, emitter: GraphEmitter, values: Sequence[fx.Node], kind: str) -> None:
         self.emitter, self.kind = emitter, kind
@@ -143,16 +99,37 @@ class _CallReader:
     def written(self, item: LocalCall) -> CallMemory:
         """A local call, or a draw of autopar's own."""
         places = tuple(self.number.get(node) for node in item.operands)  # None: held from the start
-        if item.call.target.namespace == "autopar":
+        if not item.is_local:
             takes = tuple(place for place in places if place is not None)
             return CallMemory(takes, self.given(item.results), frozenset(), 0, ())
-        found = footprint(item.call, self.kind)
-        aliases = [None if alias is None else places[alias] for alias in found.aliases]
-        gives = self.given(item.results, aliases)
-        shrinks = facts_of(item.call.target).whole_first
-        if shrinks and self.nbytes(item.results[0]) < self.nbytes(item.operands[0]):
-            gives = (replace(gives[0], nbytes=self.nbytes(item.operands[0])),)
-        return _memory_of(item.call, self.kind, places, gives)
+        call = item.call
+        found, both = footprint(call, self.kind), passes(call, self.kind)
+        gives = self.given(
+            item.results, [None if alias is None else places[alias] for alias in found.aliases]
+        )
+        whole = facts_of(call.target).whole_first and self.nbytes(item.operands[0])
+        if whole and self.nbytes(item.results[0]) < whole:
+            gives = (replace(gives[0], nbytes=whole),)
+        numbers = [each.value for each in gives]
+        saves = {taken for place in found.saved.operands if (taken := places[place]) is not None}
+        saves |= {numbers[place] for place in found.saved.results}
+        gradients = tuple(
+            Gradient(taken, slope.nbytes, None if slope.alias is None else numbers[slope.alias])
+            for taken, slope in zip(places, both.slopes, strict=True)
+            if slope is not None and taken is not None
+        )
+        new, slopes = sum(each.nbytes for each in gives), sum(each.nbytes for each in gradients)
+        scratch = facts_of(call.target).scratch
+        ahead, back = scratch(call.args) if scratch else (0, 0)
+        return CallMemory(
+            tuple(place for place in places if place is not None),
+            gives,
+            frozenset(saves),
+            found.saved.extra_bytes,
+            gradients,
+            forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes) + ahead,
+            backward_scratch=max(0, both.backward_bytes - slopes) + back,
+        )
 
     def collective(self, node: fx.Node) -> CallMemory:
         """A move, a halo, or an operator of autopar's own with one inside."""

@@ -23,24 +23,11 @@ from autopar.core.graph import Call, Operator, TensorSpec
 from autopar.core.placement import Placement
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.operators.fused_prices import Traffic
+from autopar.cost.operators.lowering import LoweredOperator
 from autopar.rewrite.emit import GraphEmitter
 from autopar.runtime.compiled.fused_kernel import FUSED
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import is_legal, options_of
-
-
-@dataclass(frozen=True, slots=True)
-class LoweredMember:
-    """Nodes of operands and results that a member's rule wrote."""
-
-    operation: Operator
-    emitter: GraphEmitter
-    values: Sequence[fx.Node]
-    results: Sequence[Any]
-
-    def specs(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
-        """Specs of nodes; None for values that are no tensors."""
-        return tuple(self.emitter.described(node) if isinstance(node, fx.Node) else None for node in nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +40,7 @@ class GroupCall:
 
 
 def joined(
-    members: Sequence[LoweredMember],
+    members: Sequence[LoweredOperator],
     written: Mapping[str, bool],
     parts: Sequence[tuple[OperatorCost, Traffic]],
 ) -> GroupCall | None:
@@ -124,7 +111,7 @@ class _GroupWriter:
     names: dict[str, str] = field(default_factory=dict)  # of the graph's tensors
     count: int = 0
 
-    def call(self, members: Sequence[LoweredMember], written: Mapping[str, bool], moved: Traffic) -> Call:
+    def call(self, members: Sequence[LoweredOperator], written: Mapping[str, bool], moved: Traffic) -> Call:
         for member in members:
             self.add(member)
         given = ", ".join(
@@ -133,7 +120,7 @@ class _GroupWriter:
         text = "\n".join((*self.lines, f"return ({given},)"))
         return Call(FUSED, (text, moved.forward, moved.backward, self.operands), {})
 
-    def add(self, member: LoweredMember) -> None:
+    def add(self, member: LoweredOperator) -> None:
         known: dict[fx.Node, str] = {}
         for name, node in zip(member.operation.operands, member.values, strict=True):
             if name not in self.names:

@@ -7,32 +7,27 @@ most of their operators, and all of one that is sought again, are the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.network import Network
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
-
-if TYPE_CHECKING:
-    from autopar.cost.operators.calls import OperatorCalls
-    from autopar.cost.operators.prices import Price
+from autopar.cost.operators.price import KnownOperator
 
 REMEMBERED_MESHES = 16  # meshes and clusters that are remembered
 
 
 @dataclass(slots=True)
 class PriceCache:
-    """Prices by what they depend on beside the mesh, the cluster and whether there is a backward pass.
+    """What is known by what it depends on beside the mesh, the cluster and whether there is a backward pass.
 
-    Where an operator is one local call, its price (`local`) and its memory (`calls`) are the same on all
-    meshes, and clusters of such devices.
+    Where an operator is one `local` call, it is the same on all meshes, and clusters of such devices.
     """
 
-    local: dict[Any, Price] = field(default_factory=dict)
-    calls: dict[Any, OperatorCalls] = field(default_factory=dict)
-    operators: dict[Any, Price] = field(default_factory=dict)
+    local: dict[Any, KnownOperator] = field(default_factory=dict)
+    operators: dict[Any, KnownOperator] = field(default_factory=dict)
     networks: dict[Any, Network] = field(default_factory=dict)
 
 
@@ -48,7 +43,7 @@ def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training
     device = model.device, model.contention, model.of_file, training
     alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), PriceCache())
     key = mesh, cluster, *device
-    found = _KNOWN.pop(key, None) or PriceCache(alike.local, alike.calls)
+    found = _KNOWN.pop(key, None) or PriceCache(alike.local)
     while len(_KNOWN) >= REMEMBERED_MESHES:
         del _KNOWN[next(iter(_KNOWN))]
     _KNOWN[key] = found

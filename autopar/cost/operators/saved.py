@@ -15,7 +15,6 @@ from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.saved.recompute import stays
 from costdb.footprint import footprint
-from costdb.operands import specs as operands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def find_saved(
     saved: set[Any] = set()
     extra = strip_bytes(emitter)
     for written in calls:
-        if written.call.target.namespace == "autopar":
+        if not written.is_local:
             continue
         found, operands = footprint(written.call, kind), written.operands
         for alias, result in zip(found.aliases, written.results, strict=False):
@@ -78,22 +77,6 @@ def find_saved(
         aliases=tuple(places.get(root.get(result, result)) for result in results),
         held=frozenset(index for value, index in ends.items() if _is_held(value)),
         sizes=tuple(_nbytes(emitter, root.get(result, result)) for result in results),
-    )
-
-
-def saved_by_call(call: Call, kind: str) -> SavedTensors:
-    """Tensors that one local call saves for backward."""
-    found, given = footprint(call, kind), operands_of(call)
-    sizes = (
-        given[alias].nbytes if alias is not None else result.nbytes if result is not None else 0
-        for alias, result in zip(found.aliases, found.results, strict=True)
-    )
-    return SavedTensors(
-        operands=frozenset(found.saved.operands),
-        results=frozenset(found.saved.results),
-        extra_bytes=found.saved.extra_bytes,
-        aliases=found.aliases,
-        sizes=tuple(sizes),
     )
 
 

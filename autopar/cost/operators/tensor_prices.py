@@ -1,19 +1,17 @@
-"""Seconds of moves, sums and updates of tensors on one mesh of one cluster, and bytes of their parts.
-
-Collectives are priced by kind, size and the slowest link of their group.
-"""
+"""Seconds of moves, sums and updates of tensors on one mesh of one cluster, and bytes of their parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.cluster import ClusterSpec, Link
-from autopar.convert.moves import MoveAction, effect
+from autopar.cluster import ClusterSpec
+from autopar.convert.moves import MoveAction, MoveEffect, effect
 from autopar.convert.network import (
     Alike,
     Network,
@@ -30,20 +28,14 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.precision import Precision
-from autopar.cost.machine import nccl
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.exchanges import Exchanges
 from autopar.cost.operators.fused_groups import FusedGroups
 from autopar.cost.operators.known_prices import PriceCache, known_prices
 from autopar.runtime.parameters.gradient_buckets import bucket_sizes
 from autopar.sharding.atoms import Dims
 from autopar.sharding.local_sizes import LocalSizes
 
-_COLLECTIVE = {
-    MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
-    MoveAction.ALL_GATHER: Collective.ALL_GATHER,
-    MoveAction.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
-    MoveAction.ALL_TO_ALL: Collective.ALL_TO_ALL,
-}
 # What a parameter that learns costs a CPU a step beside its bytes, as launches, of which one took 1.9 us: a
 # plain one in the optimizer, one of a parallel module also in its leaf's hook, and until its gradient is
 # delivered and let go of. Those of five nets took 5 to 25 us and 65 to 170. A GPU's host runs ahead.
@@ -51,8 +43,19 @@ PARAMETER_LAUNCHES = {False: 10, True: 46}
 # Tensors that an optimizer reads or writes on a CPU, by how many it keeps of each weight: in one pass that is
 # fused, as of parallel modules, each of its own twice; one operator after the other as torch does by itself.
 LOOP_PASSES = {0: 3, 1: 8, 2: 19}
-# A part that is taken, or laid among zeros: of few numbers 30 to 50 us in a step.
-LOCAL_MOVE_LAUNCHES = 16
+
+
+MOST_SIZES = 256  # lists of layouts that are remembered
+
+
+class MoveTraits(NamedTuple):
+    """Traits of a tensor on which its moves' seconds depend: a gradient's sum has `wide` times its bytes, and
+    one `inside` a fused group is written and read around a move."""
+
+    requires_grad: bool
+    weight: bool
+    wide: float
+    inside: bool
 
 
 @dataclass(slots=True)
@@ -84,19 +87,18 @@ class TensorPrices:
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _known: PriceCache | None = None
     _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
-    _sizes: dict[Placements, LocalSizes] = field(default_factory=dict)
-    _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
-    _axes: dict[int, int] = field(default_factory=dict)  # the first one that is alike
-    _parameters: frozenset[str] = frozenset()
-    _constants: frozenset[str] = frozenset()
-    _reduced: frozenset[str] = frozenset()  # tensors whose gradients are summed in `reduce`
-    _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
+    _exchanges: Exchanges = field(init=False)
+    _parameters: frozenset[str] = field(init=False)
+    _constants: frozenset[str] = field(init=False)
+    _reduced: frozenset[str] = field(init=False)  # tensors whose gradients are summed in `reduce`
+    _weights: frozenset[str] = field(init=False)  # the parameters and what is made of them alone
 
     def __post_init__(self) -> None:
-        parameters = (item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
-        self._parameters = frozenset(parameters)
-        constants = (item.name for item in self.graph.inputs if item.kind is InputKind.CONSTANT)
-        self._constants = frozenset(constants)
+        self._exchanges = Exchanges(self.cluster, self.dims.mesh, self.model)
+        self._parameters, self._constants = (
+            frozenset(item.name for item in self.graph.inputs if item.kind is kind)
+            for kind in (InputKind.PARAMETER, InputKind.CONSTANT)
+        )
         weights = set(self._parameters)
         for item in self.graph.operators:
             if item.operands and weights.issuperset(item.operands):
@@ -134,15 +136,7 @@ class TensorPrices:
     def move_parts(self, name: str, move: Move) -> tuple[float, float]:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
-        weight = name in self._parameters
-        return self._change(
-            PlacementChange(move.axes, *move.placements),
-            nbytes,
-            requires_grad=self._requires_grad(name),
-            weight=weight,
-            wide=self.widening(name),
-            parts=self._parts_group(name),
-        )
+        return self._change(PlacementChange(move.axes, *move.placements), nbytes, self._traits(name))
 
     def widening(self, name: str) -> float:
         """Ratio of the bytes of a tensor's summed gradient to its own."""
@@ -152,42 +146,36 @@ class TensorPrices:
         """Bytes of the largest rank's part of a gradient, in the dtype in which it is summed over ranks."""
         return round(self.widening(name) * self.local_bytes(name, layout))
 
-    def _change(
-        self,
-        change: PlacementChange,
-        nbytes: int,
-        *,
-        requires_grad: bool,
-        weight: bool,
-        wide: float,
-        parts: bool,
-    ) -> tuple[float, float]:
-        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
-        of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
-        what = change.effect
-        wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        axes = self._axes_alike(change.axes)
-        key = what.name, axes, nbytes, requires_grad, weight, wide, parts
+    def _traits(self, name: str) -> MoveTraits:
+        inside = self.groups is not None and name in self.groups.inside
+        return MoveTraits(self._requires_grad(name), name in self._parameters, self.widening(name), inside)
+
+    def _change(self, change: PlacementChange, nbytes: int, traits: MoveTraits) -> tuple[float, float]:
+        """Seconds of a change of placement, forward and backward, of a tensor whose larger part, before or
+        after, has `nbytes`."""
+        what, axes = change.effect, self._exchanges.alike(change.axes)
+        key = what.name, axes, nbytes, traits
         if key not in self._moves:
-            full = nbytes * (self.dims.mesh.shape[axes[0]] if what.name == "s_to_s" else 1)
-            fresh = self._fresh(full) if weight and what.forward is MoveAction.ALL_GATHER else 0.0
-            back = 0.0
-            if requires_grad:
-                back = fresh + self._action(what.backward, round(wide * full), axes)
-            back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
-            ahead = fresh + self._action(what.forward, full, axes)
-            if parts:
-                ahead += self._apart(what.forward, nbytes)
-                back += self._apart(what.backward, nbytes) if requires_grad else 0.0
-            self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
+            ahead, back = self._passes(what, axes, nbytes, traits)
+            self._moves[key] = self._shown(what.name, ahead, back, weight=traits.weight)
         return self._moves[key]
 
-    def _apart(self, action: MoveAction, nbytes: int) -> float:
-        """Seconds of kernels that write and read around a move between members of a group."""
-        return 0.0 if action is MoveAction.NOTHING else self._copy(nbytes)
-
-    def _parts_group(self, name: str) -> bool:
-        return self.groups is not None and name in self.groups.inside
+    def _passes(
+        self, what: MoveEffect, axes: tuple[int, ...], nbytes: int, traits: MoveTraits
+    ) -> tuple[float, float]:
+        copy, action = self._exchanges.copy, self._exchanges.action
+        full = nbytes * (self.dims.mesh.shape[axes[0]] if what.name == "s_to_s" else 1)
+        wide = traits.wide if what.name in ("r_to_b", "s_to_b") else 1.0
+        fresh = self._fresh(full) if traits.weight and what.forward is MoveAction.ALL_GATHER else 0.0
+        ahead, back = fresh + action(what.forward, full, axes), 0.0
+        if traits.inside and what.forward is not MoveAction.NOTHING:
+            ahead += copy(nbytes)
+        if traits.requires_grad:
+            back = fresh + action(what.backward, round(wide * full), axes)
+            back += 2 * copy(full) if wide != 1 else 0.0  # to another dtype and back
+            if traits.inside and what.backward is not MoveAction.NOTHING:
+                back += copy(nbytes)
+        return ahead, back
 
     def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
         """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
@@ -213,12 +201,12 @@ class TensorPrices:
         if key not in networks and not usual and not self.early and key in self.known.networks:
             networks[key] = self.known.networks[key].scaled(self.shown)
         if key not in networks:
-            sizes = self._layouts(placements)
+            sizes = _sizes_of(placements)
             legal = sizes.legal(self.dims, name).tolist()
             good = [yes or layout in fixed for yes, layout in zip(legal, sizes.layouts, strict=True)]
             found = paths(placements, alike, tuple(good))
             nbytes = sizes.nbytes(self.dims, name, found.numbers)
-            networks[key] = priced(found, *self._changes(name, nbytes, found))
+            networks[key] = priced(found, *self._changes(self._traits(name), nbytes, found))
         return networks[key]
 
     def kind(self, name: str) -> Any:
@@ -229,73 +217,28 @@ class TensorPrices:
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        own = name in self._parameters, self.widening(name), self._parts_group(name)
-        return spec, atoms.of[name], cuts, *own
+        return spec, atoms.of[name], cuts, self._traits(name)
 
-    def _layouts(self, placements: Placements) -> LocalSizes:
-        """All layouts of these placements, and what is found once for all tensors of how they split one."""
-        if placements not in self._sizes:
-            self._sizes[placements] = LocalSizes(placements)
-        return self._sizes[placements]
-
-    def _changes(self, name: str, nbytes: Numbers, unpriced: UnpricedNetwork) -> tuple[Seconds, Seconds]:
+    def _changes(
+        self, traits: MoveTraits, nbytes: Numbers, network: UnpricedNetwork
+    ) -> tuple[Seconds, Seconds]:
         """Seconds of all moves of a network whose layouts have so many bytes, and those before the loss."""
         different, codes = np.unique(nbytes, return_inverse=True)
-        larger = np.maximum(codes[unpriced.source], codes[unpriced.target])
+        larger = np.maximum(codes[network.source], codes[network.target])
         first: dict[object, int] = {}  # the first kind of those that cost the same
         alike = [
-            first.setdefault((change.effect.name, self._axes_alike(change.axes)), kind)
-            for kind, change in enumerate(unpriced.kinds)
+            first.setdefault((change.effect.name, self._exchanges.alike(change.axes)), kind)
+            for kind, change in enumerate(network.kinds)
         ]
-        kinds = np.array(alike, dtype=np.intp)[unpriced.kind]
+        kinds = np.array(alike, dtype=np.intp)[network.kind]
         places, back = np.unique(kinds * len(different) + larger, return_inverse=True)
         seconds = np.array(
             [
-                self._whole_change(name, unpriced.kinds[kind], int(different[code]))
+                self._whole_change(network.kinds[kind], int(different[code]), traits)
                 for kind, code in (divmod(place, len(different)) for place in places.tolist())
             ]
         ).reshape(-1, 2)
         return seconds[back, 0], seconds[back, 1]
-
-    def _whole_change(self, name: str, change: PlacementChange, nbytes: int) -> tuple[float, float]:
-        """Seconds of a change of placement, and those of them before the loss.
-
-        A weight's all-reduce is that of a bucket.
-        """
-        weight, wide = name in self._parameters, self.widening(name)
-        requires_grad, parts = self._requires_grad(name), self._parts_group(name)
-        ahead, back = self._change(
-            change, nbytes, requires_grad=requires_grad, weight=weight, wide=wide, parts=parts
-        )
-        whole = ahead + back
-        if weight and requires_grad and change.effect.name == "r_to_b":
-            whole = self._in_buckets(nbytes, change.axes, wide)
-        return whole, ahead
-
-    def _axes_alike(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """For an axis the first one of as many devices on the same links: exchanges on both cost the same."""
-        if len(axes) > 1:
-            return axes
-        if not self._axes:
-            mesh, first = self.dims.mesh, dict[object, int]()
-            for each in mesh.axes:
-                sign = mesh.shape[each], self.cluster.link(mesh, each), self.cluster.nodes_of(mesh, (each,))
-                self._axes[each] = first.setdefault(sign, each)
-        return (self._axes[axes[0]],)
-
-    def _action(self, action: MoveAction, nbytes: int, axes: tuple[int, ...]) -> float:
-        match action:
-            case MoveAction.NOTHING:
-                return 0.0
-            case MoveAction.SLICE:  # only the part is read and written
-                part = math.ceil(nbytes / self.dims.mesh.shape[axes[0]])
-                return self._copy(part) + self._host(LOCAL_MOVE_LAUNCHES)
-            case MoveAction.COPY:
-                return self._copy(nbytes) + self._host(LOCAL_MOVE_LAUNCHES)
-            case MoveAction.ALL_REDUCE:  # of a copy: others may read the terms
-                return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, axes)
-            case _:
-                return self._collective(_COLLECTIVE[action], nbytes, axes)
 
     def _fresh(self, nbytes: int) -> float:
         """Seconds to touch fresh pages of a weight that has no memory of its own; 0 on a GPU.
@@ -303,35 +246,7 @@ class TensorPrices:
         With glibc's default settings fresh pages for 16.8 MB took 12 ms, and none with raised thresholds; a
         copy takes 3. A GPU's memory is torch's, which keeps it.
         """
-        return self._copy(nbytes) if self.device.kind == "cpu" else 0.0
-
-    def _host(self, launches: int) -> float:
-        """Seconds of the host's own work, worth so many launches; a GPU's runs ahead."""
-        return launches * self.device.launch_seconds if self.device.kind == "cpu" else 0.0
-
-    def _copy(self, nbytes: int) -> float:
-        return self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
-
-    def _collective(self, kind: Collective, nbytes: int, axes: Sequence[int]) -> float:
-        size = 1
-        for axis in axes:
-            size *= self.dims.mesh.shape[axis]
-        key = tuple(axes)
-        if key not in self._links:
-            mesh = self.dims.mesh
-            slowest = max(axes, key=lambda axis: self.cluster.nodes_of(mesh, (axis,)))
-            self._links[key] = self.cluster.link(mesh, slowest), self.cluster.nodes_of(mesh, key)
-        link, nodes = self._links[key]
-        # A GPU copies much faster than its links send.
-        copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
-        estimate = None
-        if self.device.kernels:
-            group = nccl.RankGroup(size, nodes, self.cluster.intra, self.cluster.inter)
-            estimate = nccl.seconds(kind, nbytes, group)
-        found = self.model.collectives.cost(
-            kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate
-        )
-        return found.seconds
+        return self._exchanges.copy(nbytes) if self.device.kind == "cpu" else 0.0
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
@@ -344,22 +259,31 @@ class TensorPrices:
         lies."""
         if effect(move).name != "r_to_b":
             return self.move(name, move)
-        if not self._requires_grad(name):
-            return 0.0
-        return self._in_buckets(self.local_bytes(name, move.source), move.axes, self.widening(name))
+        change, traits = PlacementChange(move.axes, *move.placements), self._traits(name)
+        return self._whole_change(change, self.local_bytes(name, move.source), traits._replace(weight=True))[
+            0
+        ]
+
+    def _whole_change(self, change: PlacementChange, nbytes: int, traits: MoveTraits) -> tuple[float, float]:
+        """Seconds of a change of placement, and those of them before the loss; a weight's all-reduce is that
+        of a bucket."""
+        ahead, back = self._change(change, nbytes, traits)
+        if traits.weight and traits.requires_grad and change.effect.name == "r_to_b":
+            return self._in_buckets(nbytes, change.axes, traits.wide), ahead
+        return ahead + back, ahead
 
     def _in_buckets(self, nbytes: int, axes: tuple[int, ...], wide: float) -> float:
         """Seconds of a gradient's all-reduce, by itself or in a bucket, whichever is less; summed are `wide`
         times its bytes."""
         sizes = bucket_sizes(self.device.kind, math.prod(self.dims.mesh.shape[axis] for axis in axes))
-        sent, copies = round(wide * nbytes), self._copy(nbytes) if wide != 1 else 0.0
-        alone = self._collective(Collective.ALL_REDUCE, sent, axes) + 2 * copies
+        sent, copies = round(wide * nbytes), self._exchanges.copy(nbytes) if wide != 1 else 0.0
+        alone = self._exchanges.collective(Collective.ALL_REDUCE, sent, axes) + 2 * copies
         if sent >= sizes.alone:
             return self.shown * alone
         share = sent / sizes.full
-        shared = self._collective(Collective.ALL_REDUCE, sizes.full, axes) * share
+        shared = self._exchanges.collective(Collective.ALL_REDUCE, sizes.full, axes) * share
         return self.shown * min(
-            self._copy(sent) + alone, shared + self._laid_together(nbytes, share) + copies
+            self._exchanges.copy(sent) + alone, shared + self._laid_together(nbytes, share) + copies
         )
 
     def _laid_together(self, nbytes: int, share: float) -> float:
@@ -394,4 +318,10 @@ class TensorPrices:
         kept = round(self.optimizer.ratio)
         if self.device.kind == "cpu" and not is_parallel and kept in LOOP_PASSES:
             moved = LOOP_PASSES[kept] * self.local_bytes(name, layout)
-        return moved / self.device.bandwidth + self._host(PARAMETER_LAUNCHES[is_parallel])
+        return moved / self.device.bandwidth + self._exchanges.host(PARAMETER_LAUNCHES[is_parallel])
+
+
+@lru_cache(maxsize=MOST_SIZES)
+def _sizes_of(placements: Placements) -> LocalSizes:
+    """All layouts of these placements, and what all tensors have in common of how they split one."""
+    return LocalSizes(placements)

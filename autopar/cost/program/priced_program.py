@@ -13,7 +13,8 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.offload import OffloadedTensor
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
-from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.operators.price import Price
+from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import StepCost, step_cost
 from autopar.cost.program.tape import Tape, record

@@ -69,7 +69,7 @@ def test_equal_operators_are_priced_once_for_all_graphs(monkeypatch: pytest.Monk
     first, second = (item for item in prices.graph.operators if item.module == "second")
     one, other = strategies_of(first, prices.dims), strategies_of(second, prices.dims)
     found = [prices.operator(first, each) for each in one]
-    monkeypatch.setattr(Prices, "_put_together", None)
+    monkeypatch.setattr(Prices, "_price", None)
     again = prices_of(graph_of(1, 20), Mesh((4,)))
     assert [prices.operator(second, each) for each in other] == found
     assert [again.operator(again.graph.operators[2], each) for each in one] == found

@@ -14,7 +14,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
-from autopar.cost.operators.calls import read_call, read_calls
+from autopar.cost.operators.calls import read_calls
 from autopar.cost.operators.known_prices import PriceCache
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
@@ -36,7 +36,7 @@ def test_what_other_strategies_have_taught_is_what_pricing_anew_gives(make: Call
     graph, known = make(), PriceCache()
     for mesh in MESHES:
         learned, fresh = prices_of(graph, mesh), prices_of(graph, mesh)
-        learned._known = PriceCache(known.local, known.calls)
+        learned._known = PriceCache(known.local)
         for item in graph.operators:
             for one, other in zip(
                 strategies_of(item, learned.dims), strategies_of(item, fresh.dims), strict=True
@@ -44,14 +44,14 @@ def test_what_other_strategies_have_taught_is_what_pricing_anew_gives(make: Call
                 fresh._known = PriceCache()
                 assert learned.operator(item, one) == fresh.operator(item, other), (item.name, one)
                 assert learned.calls(item, one) == fresh.calls(item, other)
-    assert known.local and known.calls
+    assert known.local and all(each.price and each.calls for each in known.local.values())
 
 
 def test_meshes_share_what_local_calls_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the rows has the same shape by one axis of four devices or by two of two."""
     graph, priced = chain(), list[object]()
-    plain = Prices._price_of_call
-    monkeypatch.setattr(Prices, "_price_of_call", lambda *args: priced.append(args[1:]) or plain(*args))
+    plain = Prices._price
+    monkeypatch.setattr(Prices, "_price", lambda *args: priced.append(args[1:]) or plain(*args))
     counts = []
     for mesh in MESHES:
         prices = prices_of(graph, mesh, CLUSTER)
@@ -89,20 +89,21 @@ def test_a_local_call_costs_and_holds_what_its_rule_writes(make: Callable[[], Gr
         prices = replace(prices_of(graph, Mesh((2, 2)), cluster), training=training, _known=PriceCache())
         for item in graph.operators:
             for strategy in strategies_of(item, prices.dims):
-                local = prices._local(item, strategy)
-                if local is not None:
+                if prices._kind(item).local is not None:
                     followed += 1
-                    assert prices._price_of_call(item, local) == prices._price(item, strategy), item.name
-                    emitter, values, results = prices._lower(item, strategy)
+                    assert prices.plain(item, strategy) == prices._price(item, strategy), item.name
+                    lowered = prices._lower(item, strategy)
+                    assert [call.key() for call in lowered.emitter.calls] == [
+                        call.key() for call in prices.plain(item, strategy).calls
+                    ]
+                    emitter, values, results = lowered.emitter, lowered.values, lowered.results
                     written = read_calls(emitter, values, results, prices.device.kind)
-                    assert read_call(prices._local_call(item, local), prices.device.kind) == written
-    assert followed
+                    assert prices.calls(item, strategy) == written
+        assert followed > 2 * len(prices.known.local) > 0
 
 
 def test_an_operator_that_is_no_plain_call_is_written_to_be_priced() -> None:
     graph = nets()
     prices = prices_of(graph, Mesh((2, 2)))
     views = [item for item in graph.operators if "view" in str(item.target) or "reshape" in str(item.target)]
-    assert views and all(
-        prices._local(item, each) is None for item in views for each in strategies_of(item, prices.dims)
-    )
+    assert views and all(prices._kind(item).local is None for item in views)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from autopar.core.strategy import Strategy
-from autopar.cost.operators.prices import INNER_LAUNCHES, Price, Prices
+from autopar.cost.operators.exchanges import INNER_LAUNCHES
+from autopar.cost.operators.price import Price
+from autopar.cost.operators.prices import Prices
 from autopar.proof.operators import OneOperator
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
@@ -62,3 +64,15 @@ def test_a_rank_holds_its_block_in_both_forms() -> None:
     parts = prices.parts(operation, strategy(prices, "i"))
     indices, values = 4 * (rows + 2 * entries + LENGTH + 1), 8 * entries
     assert sum(parts.values()) == indices + 2 * values
+
+
+def test_blocks_along_other_axes_are_other_tensors_also_where_the_axes_are_alike() -> None:
+    """One that two operators cut along different axes would else be counted once."""
+    one = OneOperator(
+        Sample(PRODUCT, (*torch.tensor([[0, 2, 5], [1, 3, 4]]), torch.ones(3), torch.ones(8, 1), 8))
+    )
+    prices = priced(one.graph, find_atoms(one.graph), ranks=(2, 2))
+    (operation,) = one.graph.operators
+    by = {tuple(map(str, each)): each for each in strategies_of(operation, prices.dims)}
+    minor, major = (prices.parts(operation, by[factors]) for factors in (("-", "i"), ("i", "-")))
+    assert minor and sum(minor.values()) == sum(major.values()) and minor.keys() != major.keys()

@@ -10,7 +10,8 @@ import torch
 from autopar.core.graph import Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.strategy import GATHERED, UNSUMMED, Strategy
-from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.operators.price import Price
+from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
 from autopar.solve.choices.space import undominated
