@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autopar.core.operator_facts import AttentionArguments, declare
 from autopar.core.placement import Shard
-from autopar.core.score_blocks import score_blocks
+from autopar.core.score_blocks import ALL, CAUSAL, Band, score_blocks
 from autopar.core.strategy import Option
 from autopar.core.work import Flops, FusedScores, SizedCall
 from autopar.sharding.atoms import Atoms, Relation
@@ -33,6 +33,7 @@ from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.halo import place_along, places_along
 from autopar.sharding.needed_rows import RING
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.trace.attention.row_attention import ROWS, is_grouped, is_in_blocks
 
 aten = torch.ops.aten
 _KEYS = (1, 2)  # the operands key and value
@@ -50,7 +51,11 @@ class Attention(Rule):
 
     def grouped(self, op: Instance) -> bool:
         """Whether several query heads share a key head."""
-        return bool(op["enable_gqa"]) and op.shape(0)[-3] != op.shape(1)[-3]
+        return is_grouped(op.arguments, op.specs)
+
+    def band(self, op: Instance) -> Band:
+        """The keys that rows see, but for a mask."""
+        return CAUSAL if op["is_causal"] else ALL
 
     def equation(self, op: Instance) -> Equation:
         result, lead = op.result_shape(), self.lead(op)
@@ -86,10 +91,7 @@ class Attention(Rule):
 
     def in_blocks(self, op: Instance) -> bool:
         """Whether blocks of its scores can be computed apart and merged."""
-        shapes = [op.shape(operand) for operand in range(3)]
-        leads = {shape[: -3 if self.grouped(op) else -2] for shape in shapes}
-        plain = op["dropout_p"] == 0.0 and not op.has("attn_mask") and op.spec(0).dtype.is_floating_point
-        return plain and len(leads) == 1 and len(shapes[0]) > 2 and 0 not in shapes[1]
+        return not op.has("attn_mask") and is_in_blocks(op.arguments, op.specs)
 
     def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         depth = super().depth_of(op, equation, factor, atoms)
@@ -125,10 +127,11 @@ class Attention(Rule):
     def lower(self, site: Site) -> Sequence[Any]:
         if site.axes(RING):
             return (self.by_ring(site),)
-        if site["is_causal"] and site.axes("q") and self.in_blocks(site):
+        band = self.band(site)
+        if band.hides and site.axes("q") and self.in_blocks(site):
             first, _ = self.rows_at(site, 0, site.coordinate)
-            rows = torch.ops.autopar_attention.rows.default
-            return (site.call(rows, *site.values, first, 0, True, self.scale(site)),)
+            how = first, 0, band.before, band.after, self.scale(site)
+            return (site.call(ROWS, *site.values, *how),)
         if float(site["dropout_p"]) > 0.0:
             return (self.with_dropout(site),)
         if site["is_causal"] and site.axes("q"):
@@ -136,7 +139,7 @@ class Attention(Rule):
         return (site.local_call(),)
 
     def reads_position(self, op: Instance, factor: str) -> bool:
-        return bool(op["is_causal"]) and factor in ("q", RING)
+        return self.band(op).hides and factor in ("q", RING)
 
     def scale(self, site: Site) -> float:
         return 1.0 / math.sqrt(site.shape(0)[-1]) if site["scale"] is None else float(site["scale"])
@@ -158,20 +161,20 @@ class Attention(Rule):
         )
         owned = [0, *(self.rows_at(site, 1, at)[1] for at in ranks)]
         place = place_along(site, RING)
-        how = site.key(axes), place, starts, stops, owned, bool(site["is_causal"]), self.scale(site)
+        band = self.band(site)
+        how = site.key(axes), place, starts, stops, owned, band.before, band.after, self.scale(site)
         shape = *site.emitter.shape(site.values[0])[:-1], site.emitter.shape(site.values[2])[-1]
         return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*site.values, *how), shape)
 
     def is_uneven(self, op: Instance) -> bool:
-        return bool(op["is_causal"])
+        return self.band(op).hides
 
     def fullest(self, site: Site) -> tuple[int, ...]:
         """The rank whose rows see the most keys."""
-        axes, keys = site.sharding_axes("q", RING), (0, site.shape(1)[-2])
+        axes, keys, band = site.sharding_axes("q", RING), (0, site.shape(1)[-2]), self.band(site)
 
         def scores(coordinate: tuple[int, ...]) -> int:
-            blocks = score_blocks(self.rows_at(site, 0, coordinate), keys, causal=True)
-            return sum(block.scores for block in blocks)
+            return sum(block.scores for block in score_blocks(self.rows_at(site, 0, coordinate), keys, band))
 
         sizes = (range(size if axis in axes else 1) for axis, size in enumerate(site.mesh_shape))
         return max(itertools.product(*sizes), key=scores)
@@ -240,6 +243,27 @@ class Attention(Rule):
         yield call(*grouped, None, 0.3, True, enable_gqa=True)
         yield call(torch.randn(1, 4, 5, 4), torch.randn(1, 1, 7, 4), torch.randn(1, 1, 7, 4), enable_gqa=True)
         yield call(torch.randn(2, 8, 5, 4), torch.randn(2, 4, 5, 4), torch.randn(2, 4, 5, 4), enable_gqa=True)
+
+
+@register
+class BandedAttention(Attention):
+    """Attention whose rows see the keys of a band: windows, of which no kernel of torch's knows."""
+
+    targets = (ROWS,)
+    random = False
+
+    def band(self, op: Instance) -> Band:
+        return Band(op["before"], op["after"])
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        split = site.axes(RING) or site.axes("q")
+        return super().lower(site) if split else (site.local_call(),)
+
+    def samples(self) -> Iterable[Sample]:
+        q, k, v = torch.randn(3, 4, 7, 4), torch.randn(3, 4, 6, 4), torch.randn(3, 4, 6, 3)
+        yield Sample(ROWS, (q, k, v, 0, 0, 2, 0, 0.5))
+        yield Sample(ROWS, (q, k[:, :2], v[:, :2], 0, 0, 1, 2, 0.5))
+        yield Sample(ROWS, (q[0], k[0], v[0], 0, 0, 3, None, 0.5))
 
 
 _CAUSAL = 5  # the position of `is_causal`

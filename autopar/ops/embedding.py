@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.core.operator_facts import declare
-from autopar.core.placement import Shard
+from autopar.ops.indexing import local_index, rows_along
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Instance, Rule, Sample, Site, register
@@ -43,16 +43,8 @@ class Embedding(Rule):
         if not site.axes("v"):
             return (site.local_call(),)
         weight, indices = site.values
-        table, dims = site.operands[0], site.dims
-        start, stop = dims.rows(table, Shard(0), site.operand_layout(0), site.coordinate)
-        inner = site.shape()[0] // dims.atoms.of[table][0][0]
-        start, stop = start * inner, stop * inner
-        foreign = site.call(
-            aten.logical_or.default,
-            site.call(aten.lt.Scalar, indices, start),
-            site.call(aten.ge.Scalar, indices, stop),
-        )
-        local = site.call(aten.masked_fill.Scalar, site.call(aten.sub.Scalar, indices, start), foreign, 0)
+        local, foreign = local_index(site, indices, 0, 0)
+        start, stop = rows_along(site, 0, 0)
         padding = int(site["padding_idx"])
         padding = padding - start if start <= padding < stop else -1
         found = site.call(aten.embedding.default, weight, local, padding)

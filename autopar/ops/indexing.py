@@ -1,22 +1,26 @@
 """Elements picked or placed by index tensors.
 
-    index_select   "n v. d, i -> n i d"        gather   "n v. , n i -> n i"
+    index_select   "n v. d, i -> n i d"        gather   "n v+ , n i -> n i"
 
-The dim that is indexed stays whole: an index may name any of its rows. The indices themselves are
-a free factor of the result that the source lacks, so their ranks share the source and its
-gradient is a sum over them.
+The dim that is indexed stays whole, as an index may name any of its rows; or, of a gather, each rank picks
+what it has, zeros elsewhere, and the results are summed. The indices themselves are a free factor of the
+result that the source lacks, so their ranks share the source and its gradient is a sum over them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from autopar.core.graph import Ref
 from autopar.core.operator_facts import declare
-from autopar.sharding.equation import Equation, Labels
-from autopar.sharding.rule import Instance, Rule, Sample, register
+from autopar.core.placement import Shard
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.equation import Equation, Kind, Labels
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 
@@ -27,6 +31,23 @@ def broadcast_labels(shape: Sequence[int], result: Sequence[int], prefix: str) -
     return tuple(
         f"{prefix}{lead + dim}" if size == result[lead + dim] else None for dim, size in enumerate(shape)
     )
+
+
+def rows_along(site: Site, operand: int, dim: int) -> tuple[int, int]:
+    """The rows [start, stop) of an operand's dim that the rank has: its outer atom alone is split."""
+    name = site.operands[operand]
+    inner = math.prod(site.dims.atoms.of[name][dim][1:])
+    start, stop = site.dims.rows(name, Shard(dim), site.operand_layout(operand), site.coordinate)
+    return start * inner, stop * inner
+
+
+def local_index(site: Site, index: Handle, operand: int, dim: int) -> tuple[Handle, Handle]:
+    """An index counted from the rank's first row of an operand's dim, 0 where another rank has the row; and
+    where that is."""
+    start, stop = rows_along(site, operand, dim)
+    before = site.call(aten.lt.Scalar, index, start)
+    foreign = site.call(aten.logical_or.default, before, site.call(aten.ge.Scalar, index, stop))
+    return site.call(aten.masked_fill.Scalar, site.call(aten.sub.Scalar, index, start), foreign, 0), foreign
 
 
 @register
@@ -58,12 +79,24 @@ class Gather(Rule):
         picked = tuple(
             f"d{here}" if here == dim or source[here] == size else None for here, size in enumerate(index)
         )
-        given = tuple(None if here == dim else label for here, label in enumerate(picked))
-        return Equation((given, picked), (picked,), linear=(frozenset({0}),))
+        along = "v" if op.spec().dtype is not torch.bool else None  # truth values don't add up
+        given = tuple(along if here == dim else label for here, label in enumerate(picked))
+        return Equation((given, picked), (picked,), {"v": Kind.CONTRACTED}, linear=(frozenset({0}),))
+
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
+        return min(depth, 1) if factor == "v" else depth  # a rank's rows are one range
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        if not site.axes("v"):
+            return (site.local_call(),)
+        local, foreign = local_index(site, site.values[1], 0, site.dim(site["dim"]))
+        return (site.call(aten.masked_fill.Scalar, site.local_call(index=local), foreign, 0),)
 
     def samples(self) -> Iterable[Sample]:
         x = torch.randn(5, 4, 6)
         yield Sample(aten.gather.default, (x, 1, torch.randint(0, 4, (5, 7, 6))))
+        yield Sample(aten.gather.default, (x > 0, 1, torch.randint(0, 4, (5, 7, 6))))
         yield Sample(aten.gather.default, (x, -1, torch.randint(0, 6, (3, 4, 5))))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.core.operator_facts import declare
-from autopar.core.placement import Shard
+from autopar.ops.indexing import local_index
 from autopar.ops.softmax import shifted, sum_of_exponentials
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind, Labels
@@ -121,10 +121,13 @@ class CrossEntropy(Rule):
 
         "n c% h w, n h w, c -> n h w"      and the mean or sum of that
 
-    With the classes sharded (vocabulary-parallel), every rank brings its share of three numbers for
-    each sample: sum exp(x - max), the logit of the target and its class weight, zero where another
-    rank owns the class. One all-reduce P -> R adds them, and the rest is the same everywhere.
-    Probabilities as targets and label smoothing want the classes whole.
+    With a_c the weight of a class in a sample's loss (1 of its label; of all classes if labels are smoothed
+    or probabilities; times class weights),
+
+        loss = sum_c a_c (log sum exp x - x_c)  =  log sum exp x  sum_c a_c  -  sum_c a_c x_c
+
+    With the classes sharded (vocabulary-parallel), every rank brings its share of these three sums, x less
+    the maximum. One all-reduce P -> R adds them, and the rest is the same everywhere.
     """
 
     targets = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
@@ -141,8 +144,7 @@ class CrossEntropy(Rule):
         operands: tuple[Labels, ...] = (labels, labels if self.probabilities(op) else rest)
         if op.has("weight"):
             operands = (*operands, ("c",))
-        whole = self.probabilities(op) or bool(op.arguments.get("label_smoothing"))
-        kinds = {"c": Kind.WHOLE if whole else Kind.STATISTIC}
+        kinds = {"c": Kind.STATISTIC}
         if op["reduction"] == _NONE:
             return Equation(operands, (rest,), kinds)
         return Equation(operands, ((),), kinds | dict.fromkeys(rest, Kind.CONTRACTED))
@@ -185,42 +187,81 @@ class CrossEntropy(Rule):
             return site.call(aten.mul.Tensor, weight, kept)
         return site.call(aten.to.dtype, kept, site.spec().dtype)
 
-    def by_class(self, site: Site) -> tuple[Handle, Handle]:
-        """Every label's loss and weight, the same on all ranks that share the classes."""
+    def by_class(self, site: Site) -> tuple[Handle, Handle | None]:
+        """Every sample's loss, and its label's weight if it has one; the same on all ranks that share the
+        classes."""
         dim, axes, target = self.dim(site), site.axes("c"), site.values[1]
         value, normal = widened(site, site.values[0]), "cross_entropy" in schema_of(site.operator.target).name
-        shares = []
+        shares: list[Handle] = []
         if normal:
             value, _ = shifted(site, value, [dim], axes)
             shares.append(site.call(aten.squeeze.dim, sum_of_exponentials(site, value, [dim]), dim))
-        start, stop = self._classes(site)
-        before = site.call(aten.lt.Scalar, target, start)
-        foreign = site.call(aten.logical_or.default, before, site.call(aten.ge.Scalar, target, stop))
-        local = site.call(aten.masked_fill.Scalar, site.call(aten.sub.Scalar, target, start), foreign, 0)
-        picked = site.call(aten.gather.default, value, dim, site.call(aten.unsqueeze.default, local, dim))
-        shares.append(self._own(site, site.call(aten.squeeze.dim, picked, dim), foreign))
-        if site.has("weight"):
-            weight = site.call(aten.index.Tensor, site.call(aten.detach.default, site.values[2]), [local])
-            shares.append(self._own(site, widened(site, weight), foreign))
+        labelled = not self.probabilities(site)
+        shares += self.of_labels(site, value) if labelled else self.of_probabilities(site, value)
         stacked = site.call(aten.stack.default, shares)
         total = site.reduce(stacked, axes, target=torch.ops.autopar.p_to_r.default)
         queue = iter([site.call(aten.select.int, total, 0, index) for index in range(len(shares))])
-        normaliser = site.call(aten.log.default, next(queue)) if normal else 0.0
-        losses = site.call(aten.neg.default, site.call(aten.sub.Tensor, next(queue), normaliser))
+        normaliser = site.call(aten.log.default, next(queue)) if normal else None
+        losses = site.call(aten.neg.default, next(queue))
+        weights = list(queue)
+        if normaliser is not None:
+            weighted = site.call(aten.mul.Tensor, normaliser, weights[0]) if weights else normaliser
+            losses = site.call(aten.add.Tensor, losses, weighted)
+        if not labelled:
+            return narrowed(site, losses), None
         ignored = site.call(aten.eq.Scalar, target, int(site["ignore_index"]))
-        kept = next(queue) if site.has("weight") else site.call(aten.ones_like.default, losses)
-        kept = self._own(site, kept, ignored)
-        losses = self._own(site, site.call(aten.mul.Tensor, losses, kept), ignored)
+        kept = weights[-1] if weights else site.call(aten.ones_like.default, losses)
+        kept, losses = self._own(site, kept, ignored), self._own(site, losses, ignored)
         return narrowed(site, losses), narrowed(site, kept)
+
+    def of_labels(self, site: Site, value: Handle) -> list[Handle]:
+        """The rank's shares of sum a x, with a the weights of classes in a loss; of sum a; and of the label's
+        class weight. Without class weights both are 1, and left out."""
+        dim, weights = self.dim(site), self._class_weights(site) if site.has("weight") else None
+        local, foreign = local_index(site, site.values[1], 0, dim)
+        index = site.call(aten.unsqueeze.default, local, dim)
+        picked = site.call(aten.squeeze.dim, site.call(aten.gather.default, value, dim, index), dim)
+        found = [self._own(site, picked, foreign)]
+        if weights is not None:
+            flat = site.call(aten.flatten.using_ints, weights)
+            kept = self._own(site, site.call(aten.index.Tensor, flat, [local]), foreign)
+            found = [site.call(aten.mul.Tensor, found[0], kept), kept]
+        smooth = float(site.arguments.get("label_smoothing") or 0.0)
+        return [*self._smoothed(site, found, value, weights, smooth), *found[1:]] if smooth else found
+
+    def _smoothed(
+        self, site: Site, of_label: list[Handle], value: Handle, weights: Handle | None, smooth: float
+    ) -> list[Handle]:
+        """The shares of a label and of all classes alike, mixed."""
+        share = smooth / site.shape()[self.dim(site)]
+        everywhere = []
+        if weights is not None:
+            value = site.call(aten.mul.Tensor, value, weights)
+            everywhere = [site.call(aten.mul.Scalar, site.call(aten.sum.default, weights), share)]
+        alike = site.call(aten.sum.dim_IntList, value, [self.dim(site)])
+        everywhere.insert(0, site.call(aten.mul.Scalar, alike, share))
+        mine = [site.call(aten.mul.Scalar, each, 1 - smooth) for each in of_label]
+        return [site.call(aten.add.Tensor, *pair) for pair in zip(mine, everywhere, strict=True)]
+
+    def of_probabilities(self, site: Site, value: Handle) -> list[Handle]:
+        """The rank's shares of sum a x and of sum a, as of labels."""
+        dim, smooth, weight = self.dim(site), float(site["label_smoothing"]), widened(site, site.values[1])
+        if smooth:
+            weight = site.call(aten.mul.Scalar, weight, 1 - smooth)
+            weight = site.call(aten.add.Scalar, weight, smooth / site.shape()[dim])
+        if site.has("weight"):
+            weight = site.call(aten.mul.Tensor, weight, self._class_weights(site))
+        products = site.call(aten.mul.Tensor, weight, value)
+        return [site.call(aten.sum.dim_IntList, each, [dim]) for each in (products, weight)]
+
+    def _class_weights(self, site: Site) -> Handle:
+        """The rank's class weights, a constant, shaped to meet the logits."""
+        weight = widened(site, site.call(aten.detach.default, site.values[2]))
+        after = len(site.shape()) - self.dim(site) - 1
+        return site.call(aten.reshape.default, weight, [-1, *[1] * after])
 
     def _own(self, site: Site, value: Handle, others: Handle) -> Handle:
         return site.call(aten.masked_fill.Scalar, value, others, 0.0)
-
-    def _classes(self, site: Site) -> tuple[int, int]:
-        dim, name = self.dim(site), site.operands[0]
-        start, stop = site.dims.rows(name, Shard(dim), site.operand_layout(0), site.coordinate)
-        inner = site.shape()[dim] // site.dims.atoms.of[name][dim][0]
-        return start * inner, stop * inner
 
     def samples(self) -> Iterable[Sample]:
         entropy, weight = aten.cross_entropy_loss.default, torch.rand(5) + 0.5

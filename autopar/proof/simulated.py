@@ -218,11 +218,16 @@ def _ring_attention(ranks: Sequence[Arguments]) -> list[Tensor]:
 def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
     query, place = rank["query"], rank["place"]
     rows = torch.arange(rank["starts"][place], rank["stops"][place], device=query.device)
-    seen = rows.unsqueeze(-1) >= torch.arange(key.shape[-2] if rank["causal"] else 1, device=query.device)
+    after = torch.arange(key.shape[-2], device=query.device) - rows.unsqueeze(-1)  # of a key, from the row on
+    seen = torch.ones_like(after, dtype=torch.bool)
+    if rank["before"] is not None:
+        seen &= after >= -rank["before"]
+    if rank["after"] is not None:
+        seen &= after <= rank["after"]
     groups = query.shape[-3] // key.shape[-3]
     key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
     scores = (query @ key.mT * rank["scale"]).masked_fill(~seen, -torch.inf)
-    attended: Tensor = scores.softmax(-1) @ value
+    attended: Tensor = torch._safe_softmax(scores, -1) @ value
     return attended
 
 

@@ -7,7 +7,6 @@ execute       programs and pipeline stages, run
 compiled      programs by torch.compile
 saved         what autograd saves for backward, or does not
 collectives   moves between placements, and operators that communicate
-attention     attention of some rows with some keys, in blocks
 sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`
 executable    a program as it was rewritten, as data

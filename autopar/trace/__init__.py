@@ -10,6 +10,7 @@ state                what forward leaves behind, and whose memory its tensors sh
 forms                graph to graph: calls in forms that rules know
 forward              how forward runs while it is traced: what Python asks, draws, checks and refuses
 values               what is known of values while forward runs
+attention            attention of some rows with some keys, in blocks
 backwards            functions and hooks with a backward of their own
 write                the exported graph written down as operators that assign each tensor once
 rewrites             graph to graph: patterns of operators rewritten as ones that split

@@ -53,7 +53,7 @@ OFFERS = [
     (aten.roll.default, (X, [1], [2]), "d0 d1 d3 -p"),
     (aten.tril.default, (X,), "d0 d1 -p"),
     (aten.index_select.default, (X, 1, ROWS), "d0 i d2 d3 -p"),
-    (aten.gather.default, (X, 0, torch.zeros(3, 4, 8, 12, dtype=torch.int64)), "d0 d1 d2 d3 -p"),
+    (aten.gather.default, (X, 0, torch.zeros(3, 4, 8, 12, dtype=torch.int64)), "v d0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [ROWS]), "i0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [None, ROWS, ROWS]), "d0 i0 d3 -p"),
     (aten.embedding_bag.default, (X[0, 0], ROWS, torch.tensor([0, 2])), "e"),

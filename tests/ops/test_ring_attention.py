@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +25,21 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 class Block(nn.Module):
-    """Attention of `heads` query heads that share `shared` heads of keys, for (batch, length, 8)."""
+    """Attention of `heads` query heads that share `shared` heads of keys, for (batch, length, 8), or under a
+    mask that is made of the length."""
 
-    def __init__(self, *, causal: bool, heads: int = 4, shared: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        heads: int = 4,
+        shared: int = 2,
+        dropout: float = 0.0,
+        mask: Callable[[int], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.causal, self.heads, self.shared, self.dropout = causal, heads, shared, dropout
+        self.mask = mask
         self.query, self.key, self.value = (
             nn.Linear(8, 4 * heads),
             nn.Linear(8, 4 * shared),
@@ -44,9 +55,9 @@ class Block(nn.Module):
             by_head(self.query(x), self.heads),
             *(by_head(y(x), self.shared) for y in (self.key, self.value)),
         )
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.heads != self.shared
-        )
+        how = {"is_causal": self.causal, "enable_gqa": self.heads != self.shared, "dropout_p": self.dropout}
+        mask = self.mask(x.shape[1]) if self.mask else None
+        y = F.scaled_dot_product_attention(q, k, v, mask, **how)  # type: ignore[arg-type]
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -72,6 +83,29 @@ def proved(model: nn.Module, ranks: int, *, length: int = 13, **request: Any) ->
 def pinned(*ways: str) -> Pins:
     """The attention of both blocks, pinned."""
     return dict.fromkeys((ATTENTION, f"{ATTENTION}_1"), ways)
+
+
+def window(length: int) -> Tensor:
+    """The last four keys, a row's own among them."""
+    after = torch.arange(length) - torch.arange(length)[:, None]
+    return (after <= 0) & (after > -4)
+
+
+def neighbourhood(length: int) -> Tensor:
+    """Two keys on each side, as an encoder's windows are."""
+    after = torch.arange(length) - torch.arange(length)[:, None]
+    return (after <= 2) & (after >= -2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("way", ["ring", "q"])
+@pytest.mark.parametrize("mask", [window, neighbourhood])
+def test_windows_over_a_split_sequence_are_serial(
+    ranks: int, way: str, mask: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.trace.rewrites.known_masks.FEWEST_SCORES", 0)
+    report = proved(Net(mask=mask), ranks, pins=pinned(way))
+    assert report.passed and ways_of(report) == {(way,)}, report
 
 
 def ways_of(report: Report) -> set[tuple[str | None, ...]]:
@@ -115,7 +149,10 @@ def test_a_token_moves_no_earlier_ones(causal: bool) -> None:
 
     def out(key: Tensor) -> Tensor:
         rows = torch.ops.autopar_attention.rows.default
-        parts = (rows(query[:, :, a:b], key, value, a, 0, causal, 0.5) for a, b in ((0, 4), (4, 9)))
+        parts = (
+            rows(query[:, :, a:b], key, value, a, 0, None, 0 if causal else None, 0.5)
+            for a, b in ((0, 4), (4, 9))
+        )
         return torch.cat(list(parts), 2)
 
     other = key.clone()

@@ -12,8 +12,8 @@ import torch
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.attention.row_attention import plain_calls, row_bytes
 from autopar.runtime.collectives.ring_attention import Ring
+from autopar.trace.attention.row_attention import plain_calls, row_bytes
 
 
 def hops(query: TensorSpec, args: Sequence[Any]) -> Iterator[tuple[int, list[Call]]]:

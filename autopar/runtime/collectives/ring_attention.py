@@ -10,9 +10,9 @@ with the keys of the rank s places before it, while those of the next step trave
     rank 3    k3     k2     k1     k0             k3   k2   k1   k0
 
 Keys go straight from the rank that owns them, not through all ranks between, so keys that a rank's rows don't
-see don't travel to it. Results are merged by their log-sum-exps. Backward does the same once more, and
-gradients of a step's keys go back to their owner, which adds them up: no rank holds more than two ranks'
-keys beside its own.
+see don't travel to it: under a window a halo alone does, the last keys of the rank before. Results are merged
+by their log-sum-exps. Backward does the same once more, and gradients of a step's keys go back to their
+owner, which adds them up: no rank holds more than two ranks' keys beside its own.
 
 `place` is the rank's own in the group, `starts` and `stops` say which rows of the queries each rank has, and
 `owned` is the cut of the keys.
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from autopar.core.operator_facts import declare
-from autopar.core.score_blocks import ScoreBlock, Span, score_blocks, seen_keys
+from autopar.core.score_blocks import Band, ScoreBlock, Span, score_blocks
 from autopar.runtime import registry
-from autopar.runtime.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of, wide
-from autopar.runtime.attention.row_attention import (
+from autopar.runtime.collectives import transport
+from autopar.trace.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of, wide
+from autopar.trace.attention.row_attention import (
     ROWS,
     backward_shape,
     block_scratch,
@@ -41,7 +42,6 @@ from autopar.runtime.attention.row_attention import (
     save,
     shape_of,
 )
-from autopar.runtime.collectives import transport
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
@@ -53,7 +53,12 @@ class Ring:
     starts: Sequence[int]
     stops: Sequence[int]
     owned: Sequence[int]
-    causal: bool
+    before: int | None
+    after: int | None
+
+    @property
+    def band(self) -> Band:
+        return Band(self.before, self.after)
 
     def owner(self, place: int, step: int) -> int:
         """The place whose keys the rank takes in a step."""
@@ -65,11 +70,11 @@ class Ring:
     def keys(self, place: int, owner: int) -> Span:
         """The owner's keys that some of the rank's queries see."""
         own = self.owned[owner], self.owned[owner + 1]
-        return seen_keys(self.rows(place), own, causal=self.causal)
+        return self.band.seen(self.rows(place), own)
 
     def blocks(self, place: int, step: int) -> Iterator[ScoreBlock]:
         """The scores that the rank computes in a step."""
-        return score_blocks(self.rows(place), self.keys(place, self.owner(place, step)), causal=self.causal)
+        return score_blocks(self.rows(place), self.keys(place, self.owner(place, step)), self.band)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +126,16 @@ class _Exchange:
         pair = self.given(0)
         for step in range(self.steps):
             after = self.start_keys(step + 1) if step + 1 < self.steps else None
-            yield step, pair, self.ring.owned[self.ring.owner(self.place, step)]
+            yield step, pair, self.ring.keys(self.place, self.ring.owner(self.place, step))[0]
             if after is not None:
                 pair, under_way = after
                 under_way.wait()
 
 
 def _exchange(key: Tensor, value: Tensor, group: str, place: int, *how: Any) -> tuple[_Exchange, float]:
-    starts, stops, owned, causal, scale = how
+    *ring, scale = how
     pair = heads_second(key), heads_second(value)
-    return _Exchange(Ring(starts, stops, owned, causal), place, group, pair), scale
+    return _Exchange(Ring(*ring), place, group, pair), scale
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -195,7 +200,7 @@ def _ring_attention(*arguments: Any) -> Tensor:
     return out
 
 
-_HOW = "str group, int place, int[] starts, int[] stops, int[] owned, bool causal, float scale"
+_HOW = "str group, int place, int[] starts, int[] stops, int[] owned, int? before, int? after, float scale"
 registry.functional(
     "ring_attention_forward",
     f"(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)",
@@ -218,8 +223,8 @@ registry.composite(
 
 def _own_block(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The rank's queries with its own keys."""
-    query, key, value, _, place, starts, _, owned, causal, scale = args
-    return ROWS, (query, key, value, starts[place], owned[place], causal, scale)
+    query, key, value, _, place, starts, _, owned, *how = args
+    return ROWS, (query, key, value, starts[place], owned[place], *how)
 
 
 def _scratch(args: Sequence[Any]) -> tuple[int, int]:

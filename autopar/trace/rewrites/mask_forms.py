@@ -1,29 +1,20 @@
 """What a mask of attention shows, by the closed form of how it is made (`closed_forms`).
 
-A mask that shows the scores with i - j + c >= 0 (causal if c is 0) and j - i + w - 1 >= 0 is causal with a
-window of w keys.
+A mask that shows scores with i - j + c >= 0 and j - i + b >= 0 is a band: row i sees keys [i - b, i + c].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from autopar.core.graph import Graph, Operator
+from autopar.core.score_blocks import Band
 from autopar.torch_seams.schemas import short_name
 from autopar.trace.forms.call_forms import arguments_of
 from autopar.trace.rewrites.closed_forms import HIDDEN, Form, Line, Number, complement
 from autopar.trace.rewrites.form_rules import FORM_RULES, FormCall
 
-
-@dataclass(frozen=True, slots=True)
-class MaskForm:
-    """What a mask of attention shows: all, or if `causal` the keys up to the query's own place, of them the
-    last `window` ones."""
-
-    causal: bool
-    window: int | None = None
+_LATER, _EARLIER = (1, -1), (-1, 1)  # slopes of the lines where keys end after a row's place, and before it
 
 
 class MaskForms:
@@ -34,23 +25,19 @@ class MaskForms:
         self.specs = graph.specs
         self.forms: dict[str, Form | None] = {}
 
-    def mask(self, name: str) -> MaskForm | None:
-        """The form of attention's mask; None of one that hides anything else, or that has none."""
+    def mask(self, name: str) -> Band | None:
+        """What attention's mask shows; None of one that hides anything else, or that has no form."""
         form, spec = self.form(name), self.specs[name]
         shown = None if form is None else _shown(form, is_bool=spec.dtype is torch.bool)
         if shown is None:
             return None
-        first, last = 0, None
-        causal = False
+        ends: dict[tuple[int, ...], int] = {}
         for line in shown:
             slopes, offset = line.key
-            if slopes == (1, -1) and offset == 0 and spec.shape[-2] == spec.shape[-1]:
-                causal = True
-            elif slopes == (-1, 1) and first <= offset:
-                last = int(offset) + 1 if last is None else min(last, int(offset) + 1)
-            else:
-                return None
-        return None if last is not None and not causal else MaskForm(causal, last)
+            ends[slopes] = min(int(offset), ends.get(slopes, int(offset)))
+        if ends.keys() - {_EARLIER, _LATER}:
+            return None
+        return Band(before=ends.get(_EARLIER), after=ends.get(_LATER))
 
     def form(self, name: str) -> Form | None:
         """A tensor's form; None of one that has none, or none that is known."""

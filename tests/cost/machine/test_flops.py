@@ -14,8 +14,8 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import _declared
 from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
-from autopar.runtime.attention.row_attention import ROWS
 from autopar.runtime.compiled.fused_kernel import FUSED
+from autopar.trace.attention.row_attention import ROWS
 from autopar.trace.forms.grouped_products import GROUPED_MM
 from autopar.trace.rewrites.routed_products import ROUTED_MM
 from costdb.operands import empty, fill, tensors
@@ -151,8 +151,8 @@ def test_each_row_meets_the_matrix_of_its_own_group() -> None:
 def test_rows_of_attention_count_the_keys_that_they_see() -> None:
     # rows 2 to 4 of a causal square see 3 + 4 + 5 keys; heads have 4 columns, in 2 samples x 3 heads
     query, keys = x(2, 3, 3, 4), x(2, 3, 6, 4)
-    for causal, seen in ((True, 3 + 4 + 5), (False, 3 * 6)):
-        subject = call(ROWS, query, keys, keys, 2, 0, causal, 0.5)
+    for before, after, seen in ((None, 0, 3 + 4 + 5), (1, 0, 3 * 2), (None, None, 3 * 6)):
+        subject = call(ROWS, query, keys, keys, 2, 0, before, after, 0.5)
         assert training_flops(subject) == Flops(2 * 3 * 2 * seen * 8, 2 * 3 * 2 * seen * 20)
 
 

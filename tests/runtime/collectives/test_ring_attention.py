@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.mesh import parse_key
-from autopar.core.score_blocks import score_blocks
+from autopar.core.score_blocks import ALL, CAUSAL, Band, score_blocks
 from autopar.proof.simulated import simulate
 from autopar.runtime.collectives import groups, placement_moves, ring_attention
 from tests.pool import Pool
@@ -20,6 +20,13 @@ from tests.runtime.collectives.cases import TIMEOUT, all_keys, groups_of
 assert placement_moves  # its import registers the operators
 Pools = Callable[[int], Pool]
 ops = torch.ops.autopar
+
+
+def shown(band: Band, rows: int, keys: int) -> Tensor:
+    """A band as a mask."""
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    seen = seen if band.before is None else seen.triu(-band.before)
+    return seen if band.after is None else seen.tril(band.after)
 
 
 @dataclass(frozen=True)
@@ -31,22 +38,31 @@ class Ringed:
     value: Tensor
     rows: list[int]
     keys: list[int]
-    causal: bool
+    band: Band
 
     def serial(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A written mask: row r sees the keys [0, r]."""
+        """A written mask."""
         group = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
-        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         scores = query @ key.mT * 0.3
-        scores = scores.masked_fill(~seen, -torch.inf) if self.causal else scores
-        result: Tensor = scores.softmax(-1) @ value
+        scores = scores.masked_fill(~shown(self.band, query.shape[-2], key.shape[-2]), -torch.inf)
+        result: Tensor = torch._safe_softmax(scores, -1) @ value
         return result
 
     def call(self, key: str, place: int) -> tuple[Any, ...]:
         """The operands and arguments of one rank."""
         parts = (x[..., cut[place] : cut[place + 1], :].clone().requires_grad_() for x, cut in self.operands)
-        return (*parts, key, place, self.rows[:-1], self.rows[1:], self.keys, self.causal, 0.3)
+        return (
+            *parts,
+            key,
+            place,
+            self.rows[:-1],
+            self.rows[1:],
+            self.keys,
+            self.band.before,
+            self.band.after,
+            0.3,
+        )
 
     @property
     def operands(self) -> list[tuple[Tensor, list[int]]]:
@@ -54,7 +70,7 @@ class Ringed:
 
 
 def _ringed(
-    rows: list[int], keys: list[int], *, causal: bool, heads: tuple[int, int] = (4, 4), width: int = 6
+    rows: list[int], keys: list[int], band: Band, *, heads: tuple[int, int] = (4, 4), width: int = 6
 ) -> Ringed:
     def randn(*shape: int) -> Tensor:
         return torch.randn(2, *shape, dtype=torch.float64)
@@ -64,19 +80,23 @@ def _ringed(
         randn(heads[1], keys[-1], 6),
         randn(heads[1], keys[-1], width),
     )
-    return Ringed(query, key, value, rows, keys, causal)
+    return Ringed(query, key, value, rows, keys, band)
 
 
 def cases(size: int) -> list[Ringed]:
     cut, others = [0, 4, 7, 12, 13][: size + 1], [0, 2, 3, 9, 10][: size + 1]
     return [
-        _ringed(cut, cut, causal=True),
-        _ringed(cut, cut, causal=False, heads=(4, 2)),
-        _ringed(cut, others, causal=False, width=3),
-        _ringed(cut, others, causal=True, heads=(6, 2)),
-        _ringed(others, cut, causal=True, width=8),
-        _ringed([0, 0, *cut[2:]], cut, causal=True),  # a rank without queries
-        _ringed(cut, [0, 5, *[5] * (size - 1)], causal=True),  # ranks without keys
+        _ringed(cut, cut, CAUSAL),
+        _ringed(cut, cut, ALL, heads=(4, 2)),
+        _ringed(cut, others, ALL, width=3),
+        _ringed(cut, others, CAUSAL, heads=(6, 2)),
+        _ringed(others, cut, CAUSAL, width=8),
+        _ringed([0, 0, *cut[2:]], cut, CAUSAL),  # a rank without queries
+        _ringed(cut, [0, 5, *[5] * (size - 1)], CAUSAL),  # ranks without keys
+        _ringed(cut, cut, Band(2, 0)),
+        _ringed(cut, others, Band(1, 3), heads=(4, 2)),
+        _ringed(others, cut, Band(3, None), width=3),
+        _ringed(cut, cut, Band(4, -2)),  # rows that see nothing
     ]
 
 
@@ -123,15 +143,17 @@ def test_it_is_serial_and_its_simulated_meaning(key: str, pools: Pools) -> None:
 
 def _sent(ringed: Ringed, size: int) -> list[list[int]]:
     """Number of keys that each rank takes in each step."""
-    ring = ring_attention.Ring(ringed.rows[:-1], ringed.rows[1:], ringed.keys, ringed.causal)
+    band = ringed.band
+    ring = ring_attention.Ring(ringed.rows[:-1], ringed.rows[1:], ringed.keys, band.before, band.after)
     spans = [[ring.keys(place, ring.owner(place, step)) for step in range(size)] for place in range(size)]
     return [[stop - start for start, stop in steps] for steps in spans]
 
 
 def test_keys_that_no_row_sees_do_not_travel() -> None:
     cut = [0, 4, 8, 12]
-    assert _sent(_ringed(cut, cut, causal=True), 3) == [[4, 0, 0], [4, 4, 0], [4, 4, 4]]
-    assert _sent(_ringed(cut, cut, causal=False), 3) == [[4, 4, 4]] * 3
+    assert _sent(_ringed(cut, cut, CAUSAL), 3) == [[4, 0, 0], [4, 4, 0], [4, 4, 4]]
+    assert _sent(_ringed(cut, cut, ALL), 3) == [[4, 4, 4]] * 3
+    assert _sent(_ringed(cut, cut, Band(2, 0)), 3) == [[4, 0, 0], [4, 2, 0], [4, 2, 0]]  # a halo
 
 
 def _first_keys_only(at: Any) -> Any:
@@ -167,7 +189,7 @@ def _mutated(change: str, ringed: Ringed, gradient: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("change", ["none", "first keys", "slopes stay", "same positions"])
 def test_the_proof_sees_a_wrong_backward(change: str, pools: Pools) -> None:
     torch.manual_seed(0)
-    ringed = _ringed([0, 4, 8], [0, 4, 8], causal=change == "same positions")
+    ringed = _ringed([0, 4, 8], [0, 4, 8], CAUSAL if change == "same positions" else ALL)
     gradient, serial = _wanted(ringed)
     results = pools(2).run(_mutated, change, ringed, gradient)
     found = [torch.cat(parts, -2) for parts in zip(*results, strict=True)]
@@ -179,20 +201,22 @@ def _seen(blocks: Sequence[Any], rows: int, keys: int) -> Tensor:
     seen = torch.zeros(rows, keys, dtype=torch.int64)
     for block in blocks:
         count = torch.ones(block.rows[1] - block.rows[0], block.keys[1] - block.keys[0], dtype=torch.int64)
-        part = count.tril() if block.triangle else count
+        part = (count.triu() if block.turned else count.tril()) if block.triangle else count
         assert part.sum() == block.scores and bool(part.any(1).all())
         seen[slice(*block.rows), slice(*block.keys)] += part
     return seen
 
 
 def test_blocks_are_the_mask_each_score_once() -> None:
-    length = 6
-    mask = torch.ones(length, length, dtype=torch.int64).tril()
+    length, ends = 6, (None, -2, 0, 1, 3, 9)
     spans = [(start, stop) for stop in range(length + 1) for start in range(stop + 1)]
     for rows in spans:
         for keys in spans:
-            inside = torch.zeros_like(mask)
+            inside = torch.zeros(length, length, dtype=torch.int64)
             inside[slice(*rows), slice(*keys)] = 1
-            for causal, wanted in ((True, mask * inside), (False, inside)):
-                blocks = list(score_blocks(rows, keys, causal=causal))
-                assert torch.equal(_seen(blocks, length, length), wanted), (rows, keys, causal)
+            for band in (Band(before, after) for before in ends for after in ends):
+                wanted = inside * shown(band, length, length)
+                blocks = list(score_blocks(rows, keys, band))
+                assert torch.equal(_seen(blocks, length, length), wanted), (rows, keys, band)
+                first, stop = band.seen(rows, keys)
+                assert wanted[:, first:stop].sum() == wanted.sum(), (rows, keys, band)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph, Operator
+from autopar.trace.attention.row_attention import ROWS
 from autopar.trace.export import trace
 from autopar.trace.target import Target
 
@@ -126,7 +127,17 @@ def test_a_mask_that_hides_what_comes_later_is_causal(mask: Mask) -> None:
     assert len(found.operands) == 3 and is_causal(found)
 
 
-@pytest.mark.parametrize("mask", [window, backwards, slight, of_samples, of_heads])
+@pytest.mark.parametrize(("mask", "band"), [(window, (2, 0)), (backwards, (0, None))])
+def test_windows_are_attention_in_blocks(
+    mask: Mask, band: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(attention(graph_of(mask)).operands) == 4  # of few scores a mask costs little
+    monkeypatch.setattr("autopar.trace.rewrites.known_masks.FEWEST_SCORES", 0)
+    (found,) = [item for item in graph_of(mask).operators if item.target is ROWS]
+    assert len(found.operands) == 3 and found.args[5:7] == band
+
+
+@pytest.mark.parametrize("mask", [slight, of_samples, of_heads])
 def test_other_masks_stay(mask: Mask) -> None:
     found = attention(graph_of(mask))
     assert len(found.operands) == 4 and not is_causal(found)
@@ -158,10 +169,13 @@ def test_masks_of_large_batches_are_computed_once_for_all_samples(monkeypatch: p
     assert is_causal(attention(graph_of(causal, 4096)))
 
 
-@pytest.mark.parametrize("mask", [full, sentences])
+@pytest.mark.parametrize("mask", [full, sentences, window, backwards])
 @pytest.mark.parametrize("force", ["batch", "domain", "filter"])
-def test_values_are_those_of_the_written_mask(mask: Mask, force: str) -> None:
+def test_values_are_those_of_the_written_mask(
+    mask: Mask, force: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where queries, or heads, lie in shards."""
+    monkeypatch.setattr("autopar.trace.rewrites.known_masks.FEWEST_SCORES", 0)
     target = Target(Attention(mask), (torch.randn(4, LENGTH, 2 * WIDTH),), {}, lambda y: y.mean(), "")
     report = api.verify(target, ClusterSpec.local(2), steps=2, force=force, changes=0)
     assert report.passed, report

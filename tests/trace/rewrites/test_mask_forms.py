@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import autopar.ops  # noqa: F401  (declares what is known of operators)
 from autopar.core.graph import Graph
+from autopar.core.score_blocks import CAUSAL as CAUSAL_BAND
+from autopar.core.score_blocks import Band
 from autopar.trace.export import trace
 from autopar.trace.rewrites.closed_forms import Form, Line, TwoNumbers
-from autopar.trace.rewrites.mask_forms import MaskForm, MaskForms
+from autopar.trace.rewrites.mask_forms import MaskForms
 
 SMALLEST = torch.finfo(torch.float32).min
 
@@ -110,7 +112,7 @@ def test_a_form_is_what_is_made(make: Callable[[int], Tensor]) -> None:
 def test_masks_are_read_at_any_length(make: Callable[[int], Tensor]) -> None:
     for length in (7, 1 << 17):
         graph, name = made_by(make, length)
-        wanted = MaskForm(causal=True, window=None if make in CAUSAL else 3)
+        wanted = Band(before=None if make in CAUSAL else 2, after=0)
         assert MaskForms(graph).mask(name) == wanted, length
 
 
@@ -196,4 +198,4 @@ def test_infinity_times_zero_has_no_form() -> None:
     graph, name = made_by(undefined, 7)
     assert MaskForms(graph).mask(name) is None
     graph, name = made_by(hidden, 7)
-    assert MaskForms(graph).mask(name) == MaskForm(causal=True, window=None)
+    assert MaskForms(graph).mask(name) == CAUSAL_BAND

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.score_blocks import ScoreBlock, Span
-from autopar.runtime.attention.block_kernels import attend, slopes
+from autopar.trace.attention.block_kernels import attend, slopes
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -45,7 +45,7 @@ class MergedAttention:
         for block in blocks:
             q = rows_of(self.query, block.rows, self.first)
             k, v = (rows_of(x, block.keys, start) for x in (key, value))
-            out, lse = attend(q, k, v, triangle=block.triangle, scale=self.scale)
+            out, lse = attend(q, k, v, triangle=block.triangle, turned=block.turned, scale=self.scale)
             self._merge(block.rows, out, lse.to(self.lse.dtype))
 
     def _merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
@@ -87,7 +87,8 @@ class MergedSlopes:
             gradient, q, out = (rows_of(x, block.rows, self.first) for x in self.of_rows)
             lse = self.lse.narrow(-1, block.rows[0] - self.first, block.rows[1] - block.rows[0])
             k, v = (rows_of(x, block.keys, start) for x in (key, value))
-            found = slopes(gradient, q, k, v, out, lse, triangle=block.triangle, scale=self.scale)
+            how = {"triangle": block.triangle, "turned": block.turned}
+            found = slopes(gradient, q, k, v, out, lse, **how, scale=self.scale)
             spans = (block.rows, self.first), (block.keys, start), (block.keys, start)
             for total, slope, span in zip((self.total, of_key, of_value), found, spans, strict=True):
                 rows_of(total, *span).add_(slope)

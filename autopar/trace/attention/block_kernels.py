@@ -7,7 +7,8 @@ Backward takes the out and L of *all* blocks of a row, g its gradient, and gives
     dv = P^T g        dS = P (g v^T - sum_columns g out)        dq = dS k scale        dk = dS^T q scale
 
 By torch's fused kernels on CPUs and, of 16-bit numbers, on GPUs; elsewhere as written here. Grouped queries
-share their keys' head. Kernels want heads of one size: the smaller ones end in zeros, which changes nothing.
+share their keys' head. Kernels want heads of one size: the smaller ones end in zeros, which changes nothing;
+and triangles whose later keys are hidden: rows and keys of others are reversed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ Slopes: TypeAlias = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The out and log-sum-exp of a block; of a `triangle`, a square, row r sees the keys [0, r]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, triangle: bool, scale: float, turned: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The out and log-sum-exp of a block; of a `triangle`, a square, row r sees the keys [0, r], or if it is
+    `turned` those from r on."""
     width = v.shape[-1]
-    q, k, v = _of_one_width(q, k, v)
+    q, k, v = _of_one_width(*_upright(turned, q, k, v))
     if q.is_cpu:
         found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, triangle, scale=scale)
     elif q.dtype in _HALVES:
@@ -36,7 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, triangle: bool, scale: float) -> 
         scores = _scores(q, k, triangle, scale)
         lse = scores.logsumexp(-1)
         found = (scores - lse.unsqueeze(-1)).exp() @ _each_head(v, q), lse
-    return found[0][..., :width], found[1]
+    (out,) = _upright(turned, found[0][..., :width])
+    return out, found[1].flip(-1) if turned else found[1]
 
 
 def slopes(
@@ -49,10 +54,12 @@ def slopes(
     *,
     triangle: bool,
     scale: float,
+    turned: bool = False,
 ) -> Slopes:
     """The block's share of the gradients of query, key and value."""
     widths = [x.shape[-1] for x in (q, k, v)]
-    gradient, out, q, k, v = _of_one_width(gradient, out, q, k, v)
+    gradient, out, q, k, v = _of_one_width(*_upright(turned, gradient, out, q, k, v))
+    lse = lse.flip(-1) if turned else lse
     if q.is_cpu:
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = back(gradient, q, k, v, out, lse, 0.0, triangle, scale=scale)
@@ -68,7 +75,13 @@ def slopes(
         shares = _by_head(of_scores.mT @ q, k), _by_head(weights.mT @ gradient, v)
         found = of_scores @ _each_head(k, q), *shares
     one, two, three = (slope[..., :width] for slope, width in zip(found, widths, strict=True))
+    one, two, three = _upright(turned, one, two, three)
     return one, two, three
+
+
+def _upright(turned: bool, *tensors: Tensor) -> list[Tensor]:
+    """Rows in the order in which later keys are hidden: of a turned triangle the last row comes first."""
+    return [x.flip(-2) for x in tensors] if turned else list(tensors)
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

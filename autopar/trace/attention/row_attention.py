@@ -1,14 +1,14 @@
 """Attention of rows that begin anywhere with keys that begin anywhere, on one rank and without a mask.
 
-A rank's rows [first, first + rows) of causal attention, whose keys are whole, see as many keys as their
-positions say: a rectangle and a triangle (`autopar.core.score_blocks`). A mask of these would be rows x keys
-numbers: of 131,072 tokens over 8 ranks 2 GB as bytes.
+A rank's rows [first, first + rows) of attention under a band, causal or a window, whose keys are whole, see
+as many keys as their positions say: rectangles and triangles (`autopar.core.score_blocks`). A mask of these
+would be rows x keys numbers: of 131,072 tokens over 8 ranks 2 GB as bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import declare
-from autopar.core.score_blocks import ScoreBlock, score_blocks
+from autopar.core.score_blocks import Band, ScoreBlock, score_blocks
 from autopar.core.work import Flops, FusedScores, SizedCall
-from autopar.runtime.attention.merging import MergedAttention, MergedSlopes, heads_second, wide
+from autopar.trace.attention.merging import MergedAttention, MergedSlopes, heads_second, wide
 
 NAMESPACE = "autopar_attention"  # no collectives: those are autopar's own
 aten = torch.ops.aten
@@ -28,19 +28,26 @@ _library = _Library(NAMESPACE, "FRAGMENT")
 
 
 def blocks_of(
-    query: Tensor | TensorSpec, key: Tensor | TensorSpec, first: int, start: int, causal: bool
+    query: Tensor | TensorSpec, key: Tensor | TensorSpec, first: int, start: int, band: Band
 ) -> Iterator[ScoreBlock]:
     """The blocks of queries from row `first` and keys from row `start`."""
     rows, keys = (first, first + query.shape[-2]), (start, start + key.shape[-2])
-    return score_blocks(rows, keys, causal=causal)
+    return score_blocks(rows, keys, band)
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, first: int, start: int, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    start: int,
+    before: int | None,
+    after: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = map(heads_second, (query, key, value))
     merged = MergedAttention(q, v.shape[-1], first=first, scale=scale)
-    merged.add(blocks_of(q, k, first, start, causal), k, v, start)
+    merged.add(blocks_of(q, k, first, start, Band(before, after)), k, v, start)
     out, lse = merged.result()
     return out.view(*query.shape[:-1], -1), lse.view(query.shape[:-1])
 
@@ -54,12 +61,13 @@ def _run_backward(
     lse: Tensor,
     first: int,
     start: int,
-    causal: bool,
+    before: int | None,
+    after: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     g, q, k, v, y = map(heads_second, (gradient, query, key, value, out))
     merged = MergedSlopes(g, q, y, lse.view(q.shape[:-1]), first=first, scale=scale)
-    found = merged.total, *merged.add(blocks_of(q, k, first, start, causal), k, v, start)
+    found = merged.total, *merged.add(blocks_of(q, k, first, start, Band(before, after)), k, v, start)
     one, two, three = (
         slope.to(x.dtype).view(x.shape) for slope, x in zip(found, (query, key, value), strict=True)
     )
@@ -80,7 +88,7 @@ def backward_shape(
     return one, two, three
 
 
-_HOW = "int first, int start, bool causal, float scale"
+_HOW = "int first, int start, int? before, int? after, float scale"
 _forward = _custom_op(
     f"{NAMESPACE}::rows_forward",
     _run,
@@ -122,6 +130,22 @@ _library.impl(
 ROWS: Any = torch.ops.autopar_attention.rows.default
 
 
+def is_in_blocks(given: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether blocks of an attention's scores can be computed apart and merged: of floats, without dropout,
+    where queries, keys and values are of the same samples, and heads but for grouped queries'."""
+    query, key, value = (specs[given[name].name] for name in ("query", "key", "value"))
+    last = -3 if is_grouped(given, specs) else -2
+    leads = {spec.shape[:last] for spec in (query, key, value)}
+    plain = not given.get("dropout_p") and query.dtype.is_floating_point and 0 not in key.shape
+    return plain and len(leads) == 1 and len(query.shape) > 2
+
+
+def is_grouped(given: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether several query heads share a key head."""
+    query, key = (specs[given[name].name].shape for name in ("query", "key"))
+    return bool(given.get("enable_gqa", "before" in given)) and query[-3] != key[-3]
+
+
 def plain_calls(
     query: TensorSpec, key: TensorSpec, value: TensorSpec, blocks: Sequence[ScoreBlock]
 ) -> Iterator[Call]:
@@ -139,8 +163,8 @@ def plain_calls(
 
 
 def _within(args: Sequence[Any]) -> tuple[Call, ...]:
-    query, key, value, first, start, causal, _ = args
-    return tuple(plain_calls(query, key, value, list(blocks_of(query, key, first, start, causal))))
+    query, key, value, first, start, *band, _ = args
+    return tuple(plain_calls(query, key, value, list(blocks_of(query, key, first, start, Band(*band)))))
 
 
 def row_bytes(*specs: TensorSpec) -> int:
@@ -160,8 +184,8 @@ def block_scratch(query: TensorSpec, key: TensorSpec, value: TensorSpec, rows: i
 
 
 def _scratch(args: Sequence[Any]) -> tuple[int, int]:
-    query, key, value, first, start, causal, _ = args
-    blocks = list(blocks_of(query, key, first, start, causal))
+    query, key, value, first, start, *band, _ = args
+    blocks = list(blocks_of(query, key, first, start, Band(*band)))
     forward, backward = block_scratch(
         query, key, value, max((block.keys[1] - block.keys[0] for block in blocks), default=0)
     )
@@ -171,8 +195,8 @@ def _scratch(args: Sequence[Any]) -> tuple[int, int]:
 def _seen(call: SizedCall) -> int:
     """Number of scores in each head."""
     q, k = call.operands[:2]
-    _, _, _, first, start, causal, _ = call.call.args
-    return sum(block.scores for block in blocks_of(q, k, first, start, causal))
+    _, _, _, first, start, *band, _ = call.call.args
+    return sum(block.scores for block in blocks_of(q, k, first, start, Band(*band)))
 
 
 def _flops(call: SizedCall) -> Flops:
