@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
-from autopar.runtime.launch import rank_files
+from autopar.runtime.launch import flight_record, rank_files
 from autopar.trace.call.user_source import is_tool
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
@@ -260,6 +260,7 @@ def main() -> None:
     """Run the script that the command line names; the exit code is the script's own."""
     guard(int(os.environ[LAUNCHER]))
     rank_files.answer_where()
+    flight_record.begin_record()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `autopar.runtime` has set it for its imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
