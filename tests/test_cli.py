@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -540,6 +541,50 @@ def test_an_elastic_run_has_as_many_ranks_as_it_may_at_first(
     job, elastic = given[0]
     assert code == 0 and job.num_processes == 3 and job.watch.deadline == 9
     assert (elastic.least, elastic.most, elastic.restarts) == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "found"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, LOCAL, "as one rank"),
+        ({"PET_NPROC_PER_NODE": "4"}, ("--cluster", "local:1"), "1 ranks, and PET_NPROC_PER_NODE=4"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "a"}, ("--elastic", "1:2"), "PET_NNODES=2"),
+        ({"PET_NNODES": "2"}, LOCAL, "neither PET_MASTER_ADDR nor"),
+    ],
+)
+def test_a_world_that_is_not_the_promised_one_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: tuple[str, ...],
+    found: str,
+) -> None:
+    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]
+
+
+@pytest.mark.slow
+def test_launchers_of_two_nodes_make_one_world(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist, os\nfrom autopar.runtime.launch.worker import init\ninit()\n"
+        "each = [None] * dist.get_world_size()\ndist.all_gather_object(each, os.environ['LOCAL_RANK'])\n"
+        "print('world', each)\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+    command_line = [sys.executable, "-m", "autopar", "run", str(script)]
+    nodes = [
+        subprocess.Popen(command_line, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for node in nodes:
+        out, _ = node.communicate(timeout=300)
+        assert node.returncode == 0 and out == "world ['0', '0']\n"
 
 
 # profile

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.cluster import ClusterSpec
+from autopar.core.promised_world import PromisedNodes, promised_nodes, promised_rank
 from autopar.errors import InputError
 from autopar.planning.asked.option_environment import settle, write
 from autopar.planning.asked.request import request_of
@@ -34,10 +36,12 @@ class ScriptRun:
 
         Raises InputError for what makes no sense, here and not on every rank, and what `launch` raises.
         """
-        bounds = self._bounds()
-        asked, spec = settle(**options), self._spec(bounds)
+        bounds, nodes = self._bounds(), promised_nodes(os.environ)
+        self._refuse_inside_a_world()
+        _refuse_elastic_nodes(bounds, nodes)
+        asked, spec = settle(**options), self._spec(bounds, nodes)
         spec.check_local()
-        request_of(asked, spec)
+        request_of(asked, _whole(spec, nodes))
         variables = write(options)
         if plan is not None:
             _refuse_plan(bounds)
@@ -45,7 +49,7 @@ class ScriptRun:
             variables |= write_plan_to_run(plan, spec, said)
         require_script(self.script)
         watch = WatchOptions(timeout=self.timeout, deadline=self.deadline)
-        job = Launch([self.script, *self.arguments], spec.num_devices, variables, watch)
+        job = Launch([self.script, *self.arguments], spec.num_devices, variables, watch, nodes=nodes)
         if bounds is None:
             launch(job)
         else:
@@ -66,10 +70,34 @@ class ScriptRun:
             )
         return None
 
-    def _spec(self, bounds: Elastic | None) -> ClusterSpec:
-        """The cluster that was named, or local devices as --elastic says."""
+    def _refuse_inside_a_world(self) -> None:
+        """Raise InputError in a process that a launcher has started as a rank of more."""
+        if rank := promised_rank(os.environ):
+            raise InputError(
+                where="autopar run",
+                found=f"{rank}: a launcher has started this process as one rank",
+                wanted="a process that starts all ranks of its machine",
+                remedy=f"let that launcher start python {self.script}, with options in AUTOPAR_OPTIONS",
+            )
+
+    def _spec(self, bounds: Elastic | None, nodes: PromisedNodes | None) -> ClusterSpec:
+        """Devices of this machine, as --cluster, --elastic or the environment say."""
+        spec = self._said(bounds, nodes)
+        promised = nodes.per_node if nodes is not None else None
+        if promised not in (None, spec.num_devices):
+            raise InputError(
+                where="autopar run",
+                found=f"{spec.num_devices} ranks, and PET_NPROC_PER_NODE={promised}",
+                wanted="as many ranks as were promised",
+                remedy=f"leave out --cluster, write local:{promised}, or unset PET_NPROC_PER_NODE",
+            )
+        return spec
+
+    def _said(self, bounds: Elastic | None, nodes: PromisedNodes | None) -> ClusterSpec:
         if self.cluster is None and bounds is not None:
             return ClusterSpec.local(bounds.most)
+        if self.cluster is None and nodes is not None and nodes.per_node is not None:
+            return ClusterSpec.local(nodes.per_node)
         if self.cluster is None:
             raise InputError(
                 where="autopar run",
@@ -97,3 +125,23 @@ def _refuse_plan(bounds: Elastic | None) -> None:
             wanted="a plan that is sought for each",
             remedy=f"leave out one, or write --elastic {bounds.most}:{bounds.most}",
         )
+
+
+def _refuse_elastic_nodes(bounds: Elastic | None, nodes: PromisedNodes | None) -> None:
+    """Raise InputError for several nodes that are to go on with fewer."""
+    if bounds is not None and nodes is not None and nodes.nodes > 1:
+        raise InputError(
+            where="--elastic",
+            found=f"PET_NNODES={nodes.nodes}",
+            wanted="ranks of one machine",
+            remedy="leave it out, and start the launchers again after a fault: autopar.steps goes on",
+        )
+
+
+def _whole(spec: ClusterSpec, nodes: PromisedNodes | None) -> ClusterSpec:
+    """The cluster of all nodes, of which `spec` is one."""
+    if nodes is None or nodes.nodes == 1:
+        return spec
+    per_node = spec.num_devices
+    world = {"WORLD_SIZE": str(nodes.nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    return ClusterSpec.detect(world)

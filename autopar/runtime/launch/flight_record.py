@@ -75,18 +75,18 @@ def begin_record() -> None:
 
 
 def note_step(step: int) -> None:
-    """So many steps are done."""
+    """Note that so many steps are done."""
     _STEP.pack_into(_memory, _STEP_AT, step, time.time())
 
 
 def note_call(number: int, text: str) -> None:
-    """A call that all ranks make begins."""
+    """Note the call that begins, which all ranks make."""
     _CALL.pack_into(_memory, _CALL_AT, number, time.time())
     _memory[_TEXT_AT : _TEXT_AT + _TEXT_BYTES] = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
 
 def note_exchange(nbytes: int) -> None:
-    """An exchange of tensors begins, of so many bytes on this rank."""
+    """Note an exchange of tensors that begins, of so many bytes on this rank."""
     number, _, _ = _EXCHANGE.unpack_from(_memory, _EXCHANGE_AT)
     _EXCHANGE.pack_into(_memory, _EXCHANGE_AT, number + 1, nbytes, time.time())
 

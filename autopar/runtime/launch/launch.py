@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autopar.core.promised_world import PromisedNodes
 from autopar.core.user_text import is_file
 from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
@@ -126,13 +127,17 @@ def _pickled(function: Callable[..., object], arguments: tuple[object, ...]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A script with its arguments, on so many ranks; those left are ended within `grace` seconds."""
+    """A script with its arguments, on so many ranks here; those left are ended within `grace` seconds.
+
+    With several `nodes` launchers meet where these say.
+    """
 
     command: Sequence[str]
     num_processes: int
     variables: Mapping[str, str] = field(default_factory=dict)
     watch: WatchOptions = WatchOptions()
     grace: int = GRACE
+    nodes: PromisedNodes | None = None
 
 
 def launch(job: Launch) -> None:
@@ -154,7 +159,7 @@ def launch(job: Launch) -> None:
         _lines(),
     ):
         try:
-            start = elastic_launch(_config(job.num_processes, logs), sys.executable)
+            start = elastic_launch(_config(job, logs), sys.executable)
             start("-m", "autopar.runtime", *job.command)
         except ChildFailedError as error:
             # Agents list failures as they see them; the time stamps would be whole seconds only.
@@ -176,18 +181,19 @@ def _with_flights(error: WorkerError, logs: Path) -> WorkerError:
     return error
 
 
-def _config(num_processes: int, logs: str) -> LaunchConfig:
-    """One node, no restarts, a rendezvous on a free port of the loopback device."""
-    others = dict.fromkeys(range(1, num_processes), Std.ALL)
+def _config(job: Launch, logs: str) -> LaunchConfig:
+    """No restarts, and a rendezvous on a free port of the loopback device, or where nodes meet."""
+    others = dict.fromkeys(range(1, job.num_processes), Std.ALL)
+    meets = job.nodes is not None and job.nodes.nodes > 1
     return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
+        min_nodes=job.nodes.nodes if job.nodes else 1,
+        max_nodes=job.nodes.nodes if job.nodes else 1,
+        nproc_per_node=job.num_processes,
         max_restarts=0,
-        run_id=uuid.uuid4().hex,
+        run_id=job.nodes.run_id if job.nodes and meets else uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        rdzv_endpoint=job.nodes.endpoint if job.nodes and meets else "localhost:0",
+        local_addr=None if meets else "127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=logs, tee=others),
         log_line_prefix_template="[rank ${rank}] ",
         signals_to_handle=",".join(number.name for number in _SIGNALS),

@@ -1,4 +1,4 @@
-"""A rank that is asked to leave by a signal does so at a step's border, once all ranks have saved.
+"""A signal asks a rank to leave: it does so at a step's border, once all have saved.
 
     SIGTERM or SIGUSR1  -->  a flag here  --border-->  a save of all ranks  -->  exit code 75
 

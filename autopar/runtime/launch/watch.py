@@ -1,4 +1,4 @@
-"""A thread of the launcher that looks at its ranks once a second, and rings the alarm where they can't go on.
+"""A thread of the launcher looks at its ranks every second, and rings the alarm where they can't go on.
 
 stopped by a signal for too long   a rank that ended before it joined   no step for too long   time is up
 asked to leave, and still there after the time of grace
@@ -95,7 +95,7 @@ class Watch:
         return self.looks[pid] * LOOK_SECONDS >= STOPPED_SECONDS
 
     def _stuck(self) -> str | None:
-        """That no rank has ended a step for too long, once there were some; None where they go on."""
+        """Words for ranks that have ended no step for too long, after their first; None where they go on."""
         if self.options.deadline is None:
             return None
         flights = read_flights(self.logs)

@@ -129,3 +129,19 @@ def _loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_signal_on_one_rank_has_all_leave_after_the_same_step(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(_asked_on_rank_1, tmp_path) == [(LEFT, 5)] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["save-000001"]
+
+
+def _samples(options: dict[str, int]) -> range:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model: ParallelModule = autopar.parallelize(
+        net, ClusterSpec.local(2), (x, x), loss_fn=F.mse_loss, measure=False, quiet=True, **options
+    )
+    return model.samples
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"stages": 2, "micro_batches": 2}], ids=str)
+def test_a_sampler_takes_the_whole_batch_of_steps_of_micro_batches(
+    options: dict[str, int], pools: Pools
+) -> None:
+    assert pools(2).run(_samples, options) == [range(8)] * 2
