@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.results.plan.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.saves import load, save
+    from autopar.runtime.module.steps import steps
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
@@ -43,6 +44,7 @@ __all__ = [
     "register",
     "report",
     "save",
+    "steps",
     "timeline",
     "verify_operator",
 ]
@@ -65,6 +67,7 @@ _MODULE_OF = {
     "register": "autopar.sharding.declared",
     "report": "autopar.api",
     "save": "autopar.runtime.module.saves",
+    "steps": "autopar.runtime.module.steps",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

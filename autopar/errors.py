@@ -224,7 +224,11 @@ class CheckError(AutoparError):
 
 class WorkerError(AutoparError):
     """A worker process failed; `traceback` is that worker's own, empty if it left none. What autopar itself
-    refused there has the exit code that it would have had here."""
+    refused there has the exit code that it would have had here.
+
+    `is_lost` where the process was killed or stopped, and so its device may be gone. `step` is the last one
+    that a rank has told of, `flights` where each was.
+    """
 
     def __init__(
         self,
@@ -235,6 +239,15 @@ class WorkerError(AutoparError):
         remedy: str,
         traceback: str = "",
         exit_code: int = 4,
+        is_lost: bool = False,
+        step: int | None = None,
+        flights: str = "",
     ) -> None:
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
-        self.traceback, self.exit_code = traceback, exit_code
+        self.traceback, self.exit_code, self.is_lost = traceback, exit_code, is_lost
+        self.step, self.flights = step, flights
+
+    @property
+    def details(self) -> str:
+        """Lines to print above the error: the rank's traceback, or where ranks were; may be empty."""
+        return self.traceback or (self.flights and f"where ranks were last:\n{self.flights}")

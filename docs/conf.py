@@ -25,6 +25,7 @@ CHAPTERS = {  # of the site, each with its pages in the order of reading
         "plans",
         "words",
         "training",
+        "going_on",
         "multi_node",
         "precision",
         "custom_operators",

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from autopar.core.costs import Collective
 from autopar.errors import InputError
 from autopar.planning.asked.option_environment import VARIABLE, read, settle, write
 from autopar.planning.asked.options import Options
-from autopar.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "tests" / "targets.py"
@@ -446,10 +446,10 @@ def test_runs_options_go_into_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(launch, "_launch", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr("autopar.cli.script_run.launch", given.append)
     words = (*STAGED, "--memory", "1GB", "--no-measure", "--gap", "0.1")
     code, _ = command(capsys, "run", str(TARGETS), *LOCAL, *words, "--rate", "3")
-    ((script, *own), _, _, variables) = given[0]
+    (script, *own), variables = given[0].command, given[0].variables
     assert code == 0 and script == str(TARGETS) and own == ["--rate", "3"]
     said = {"stages": "2", "micro_batches": "2", "memory": "1GB", "measure": False, "gap": 0.1}
     assert json.loads(variables[VARIABLE]) == said
@@ -472,7 +472,7 @@ def test_runs_bad_options_are_told_before_anything_starts(
     words: tuple[str, ...],
     found: str,
 ) -> None:
-    monkeypatch.setattr(launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
     assert found in error_of(capsys, "run", str(TARGETS), *LOCAL, *words)["found"]
 
 
@@ -501,7 +501,7 @@ def test_options_that_are_said_go_before_those_of_the_environment() -> None:
 def test_run_wants_a_script_and_a_cluster_of_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
     code, found = command(capsys, "run", str(tmp_path / "none.py"), *LOCAL)
     assert code == 2 and "none.py" in found["error"]["found"]
     cluster = tmp_path / "two.toml"
@@ -510,6 +510,81 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
     )
     code, found = command(capsys, "run", str(TARGETS), "--cluster", str(cluster))
     assert code == 2 and found["error"]["found"] == "2 nodes" and "torchrun" in found["error"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--elastic", "4:2"), "'4:2'"),
+        (("--elastic", "two"), "'two'"),
+        (("--elastic", "2:3", "--cluster", "local:2"), "at most 3 ranks on 2 devices"),
+        (("--restarts", "2", "--cluster", "local:2"), "no --elastic"),
+        (("--elastic", "2:2", "--restarts", "-1"), "-1"),
+        (("--elastic", "2:2", "--deadline", "0"), "0 s"),
+        (("--elastic", "2:3", "--plan", "plan.json"), "a plan for one number of ranks, and --elastic 2:3"),
+        ((), "Missing option '--cluster'"),
+    ],
+)
+def test_an_elastic_run_that_makes_no_sense_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], found: str
+) -> None:
+    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *_: pytest.fail("launched"))
+    assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]
+
+
+def test_an_elastic_run_has_as_many_ranks_as_it_may_at_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *words: given.append(words))
+    code, _ = command(capsys, "run", str(TARGETS), "--elastic", "2:3", "--restarts", "4", "--deadline", "9")
+    job, elastic = given[0]
+    assert code == 0 and job.num_processes == 3 and job.watch.deadline == 9
+    assert (elastic.least, elastic.most, elastic.restarts) == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "found"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, LOCAL, "as one rank"),
+        ({"PET_NPROC_PER_NODE": "4"}, ("--cluster", "local:1"), "1 ranks, and PET_NPROC_PER_NODE=4"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "a"}, ("--elastic", "1:2"), "PET_NNODES=2"),
+        ({"PET_NNODES": "2"}, LOCAL, "neither PET_MASTER_ADDR nor"),
+    ],
+)
+def test_a_world_that_is_not_the_promised_one_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: tuple[str, ...],
+    found: str,
+) -> None:
+    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]
+
+
+@pytest.mark.slow
+def test_launchers_of_two_nodes_make_one_world(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist, os\nfrom autopar.runtime.launch.worker import init\ninit()\n"
+        "each = [None] * dist.get_world_size()\ndist.all_gather_object(each, os.environ['LOCAL_RANK'])\n"
+        "print('world', each)\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+    command_line = [sys.executable, "-m", "autopar", "run", str(script)]
+    nodes = [
+        subprocess.Popen(command_line, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for node in nodes:
+        out, _ = node.communicate(timeout=300)
+        assert node.returncode == 0 and out == "world ['0', '0']\n"
 
 
 # profile

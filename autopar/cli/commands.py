@@ -20,7 +20,6 @@ from autopar.errors import (
     InfeasibleError,
     InputError,
 )
-from autopar.planning.asked.option_environment import settle, write
 from autopar.planning.asked.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
 from autopar.torch_seams.torch_version import check_torch
 
@@ -393,7 +392,9 @@ def compare(
 @taking(PARALLELIZE, shown=False)
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script that calls parallelize.")],
-    cluster: Cluster,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="local:N|FILE.toml", help="The devices to use.")
+    ] = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -408,6 +409,28 @@ def run(
         float | None,
         typer.Option(metavar="S", help="Seconds after which all ranks are ended, with exit code 4."),
     ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            "--elastic",
+            metavar="MIN:MAX",
+            help="Start again after faults, on so many ranks as are there; from the saves of SCRIPT.",
+        ),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most restarts in a row without a new step; 10."),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Prints how many devices there are now, for --elastic."),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds without a step after which ranks are ended, once there was one."
+        ),
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> CommandOutput:
@@ -419,20 +442,13 @@ def run(
     """
     if options["costdb"] is not None:
         options["costdb"] = str(Path(options["costdb"]).absolute())
-    asked, spec = settle(**options), ClusterSpec.parse(cluster)
-    from autopar.planning.asked.request import request_of
-    from autopar.planning.given_plan import write_plan_to_run
-    from autopar.runtime.launch.launch import start_script
-
-    spec.check_local()
     _check_seconds("--timeout", timeout)
-    request_of(asked, spec)  # what makes no sense is told here, not by every rank
-    variables = write(options)
-    if plan is not None:
-        said = [name for name, word in options.items() if word is not None]
-        variables |= write_plan_to_run(plan, spec, said)
-    start_script(script, spec.num_devices, arguments or (), timeout=timeout, variables=variables)
-    return CommandOutput({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
+    _check_seconds("--deadline", deadline)
+    from autopar.cli.script_run import ScriptRun
+
+    said = ScriptRun(script, arguments or (), cluster, elastic, restarts, devices, timeout, deadline)
+    processes = said.start(options, plan)
+    return CommandOutput({"script": script, "processes": processes, "exit_code": 0}, "")
 
 
 def _check_seconds(flag: str, seconds: float | None) -> None:

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer = _answer(words)
     except AutoparError as error:
-        if isinstance(error, WorkerError) and error.traceback:
-            print(error.traceback, file=sys.stderr)
+        if isinstance(error, WorkerError) and error.details:
+            print(error.details, file=sys.stderr)
         print(f"autopar: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -58,8 +58,8 @@ def _print_json(words: Sequence[str]) -> int:
         try:
             answer = _answer(words)
         except AutoparError as error:
-            if isinstance(error, WorkerError) and error.traceback:
-                print(error.traceback, file=sys.stderr)
+            if isinstance(error, WorkerError) and error.details:
+                print(error.details, file=sys.stderr)
             answer = CommandOutput({"error": error.as_dict()}, "", error.exit_code)
         except KeyboardInterrupt:
             stopped = AutoparError(

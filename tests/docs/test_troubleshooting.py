@@ -9,6 +9,7 @@ import pytest
 
 from autopar import errors
 from autopar.runtime.launch.launch import WORKER_FAILED
+from autopar.runtime.launch.leaving import LEFT
 from tests.docs.blocks import ROOT, text_of
 
 PAGE = "docs/troubleshooting.md"
@@ -50,4 +51,5 @@ def test_exit_codes_are_those_of_the_errors() -> None:
         errors.SolverError.exit_code,
         WORKER_FAILED,
         errors.INTERRUPTED,
+        LEFT,
     }

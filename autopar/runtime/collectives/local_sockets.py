@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.errors import AutoparError
+from autopar.runtime.launch.flight_record import waiting
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, own_process
 
 FEW_RANKS = 8  # at most, of a group: its sockets are as many as its pairs
@@ -109,7 +110,9 @@ class SocketTransfer:
             if events:
                 poll.register(stream, events)
                 peers[stream.fileno()] = peer
-        for number, event in self._ready(poll, sorted(peers.values())):
+        with waiting():
+            ready = self._ready(poll, sorted(peers.values()))
+        for number, event in ready:
             if event & ~select.POLLIN:
                 self.send(peers[number])
             if event & ~select.POLLOUT:

@@ -43,6 +43,7 @@ from autopar.runtime.collectives.statements import (
     stated,
 )
 from autopar.runtime.launch import worker
+from autopar.runtime.launch.flight_record import note_call
 from autopar.torch_seams.autograd import graph_task, queue_callback
 from autopar.torch_seams.collectives import default_store
 from autopar.trace.call.user_source import is_library
@@ -83,6 +84,7 @@ class RollCall:
         self._calls[number] = CollectiveCall(name, *_user_line())
         self._calls.pop(number - REMEMBERED_CALLS, None)
         self._number = number  # once the thread beside finds its call
+        note_call(number, str(self._calls[number]))
         self._since, self._is_backward = time.monotonic(), False
 
     def enter_backward(self, of: int) -> None:
@@ -283,10 +285,13 @@ def collective(name: str, *, compares: bool = False) -> Iterator[None]:
         roll_call.leave()
 
 
-def meets() -> bool:
-    """Whether ranks meet for the call that this rank is in; False for a single rank."""
+def meets(number: int | None = None) -> bool:
+    """Whether ranks meet for the call that this rank is in, or for the `number`-th of one kind of call; False
+    for a single rank."""
     roll_call = _roll_call()
-    return roll_call is not None and roll_call.meets()
+    if roll_call is None:
+        return False
+    return roll_call.meets() if number is None else roll_call.meetings.is_held(number)
 
 
 def compare(parts: Sequence[StatementPart]) -> list[Statement] | None:

@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.local_sockets import SocketTransfer
+from autopar.runtime.launch.flight_record import note_exchange
 from autopar.torch_seams.collectives import all_gather_single, reduce_scatter_single
 
 SMALL_BYTES = 16 << 10  # of a result whose parts meet at one rank
@@ -82,6 +83,8 @@ def _begin(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: ProcessGroup
 ) -> Sequence[dist.Work | SocketTransfer]:
     """Send and receive contiguous tensors, none of them empty."""
+    if sends or receives:
+        note_exchange(sum(tensor.nbytes for _, tensor in (*sends, *receives)))
     wires = groups.wires(group)
     if wires is not None and all(tensor.is_cpu for _, tensor in (*sends, *receives)):
         return [wires.start(sends, receives)]
@@ -102,6 +105,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
     if not x.numel():  # the same on all: another axis left these ranks without rows
         return
     if op not in _REDUCED or x.is_complex():
+        note_exchange(x.nbytes)
         dist.all_reduce(x, op, group=group)
     elif _can_meet(x, size):
 
@@ -113,6 +117,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
         for piece in x.view(-1).tensor_split(-(-x.nbytes // (size * PART_BYTES))):
             _reduce_by_parts(piece, group, op)
     else:
+        note_exchange(x.nbytes)
         dist.all_reduce(x, op, group=group)
 
 
@@ -124,6 +129,7 @@ def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
     if not x.numel() or x.is_complex() or small or wired:
         all_reduce(x, group)
         return lambda: None
+    note_exchange(x.nbytes)
     work: Any = dist.all_reduce(x, group=group, async_op=True)
     return work.wait  # type: ignore[no-any-return]
 
@@ -135,6 +141,7 @@ def start_sum(x: Tensor, group: ProcessGroup, *, later: bool) -> Callable[[], ob
     has them begin only when the sum is waited for.
     """
     if not x.is_cpu or x.is_complex() or not groups.wires(group):
+        note_exchange(x.nbytes)
         work: Any = dist.all_reduce(x, group=group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
     if later:
@@ -211,6 +218,7 @@ def all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -
         transfer([(peer, mine) for peer in peers], [(peer, slots[peer]) for peer in peers], group)
         slots[me].copy_(mine)
         return
+    note_exchange(out.nbytes)
     in_place = all(slot.is_contiguous() for slot in slots)
     buffers: Sequence[Tensor]
     if all(slot.shape == mine.shape for slot in slots):
@@ -231,6 +239,7 @@ def reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
     if mine.is_cpu:
         received = _all_to_all(x, parts, [mine.numel()] * len(parts), group)
         return received.view(len(parts), *mine.shape).sum(0, dtype=x.dtype)
+    note_exchange(x.nbytes)
     out = torch.empty_like(mine, memory_format=torch.contiguous_format)
     if all(part.shape == mine.shape for part in parts):
         reduce_scatter_single(out.view(-1), _packed(x, parts), group=groups.group(group))
@@ -256,6 +265,7 @@ def start_all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: 
         moving = start([(peer, mine) for peer in peers], [(peer, slots[peer]) for peer in peers], group)
         slots[me].copy_(mine)
         return moving.wait
+    note_exchange(out.nbytes)
     source = mine.contiguous().view(-1)
     work: Any = all_gather_single(out.view(-1), source, group=groups.group(group), async_op=True)
     return work.wait  # type: ignore[no-any-return]
@@ -268,6 +278,7 @@ def start_reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Call
     if groups.wires(process_group) is not None or (not mine.is_cpu and not even):
         total = reduce_scatter(x, parts, group)
         return lambda: total
+    note_exchange(x.nbytes)
     packed = _packed(x, parts)
     if mine.is_cpu:
         received = x.new_empty(len(parts) * mine.numel())
@@ -313,6 +324,7 @@ def _all_to_all(x: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], group:
         transfer([(peer, parts[peer]) for peer in peers], [(peer, slots[peer]) for peer in peers], group)
         slots[me].view(parts[me].shape).copy_(parts[me])
         return received
+    note_exchange(x.nbytes)
     dist.all_to_all_single(  # as bytes, so that every dtype can travel on every backend
         received.view(torch.uint8),
         _packed(x, parts).view(torch.uint8),

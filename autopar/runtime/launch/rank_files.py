@@ -32,7 +32,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in')
 
 def mark(name: str) -> None:
     """Tell the launcher that this rank has come so far; nothing without one of ours."""
-    folder = _own_folder()
+    folder = own_folder()
     if folder is not None:
         with suppress(OSError):
             (folder / name).touch()
@@ -40,14 +40,15 @@ def mark(name: str) -> None:
 
 def answer_where() -> None:
     """Write this rank's lines whenever the launcher asks."""
-    folder = _own_folder()
+    folder = own_folder()
     if folder is not None and ASKING is not None:
         with suppress(OSError):
             file = (folder / STACK).open("w")
             faulthandler.register(ASKING, file=file, all_threads=False)
 
 
-def _own_folder() -> Path | None:
+def own_folder() -> Path | None:
+    """The folder of this rank's files, None without a launcher."""
     path = os.environ.get(ERROR_FILE)
     return Path(path).parent if path else None
 
@@ -68,7 +69,7 @@ def where_are(logs: Path, pids: Iterable[int]) -> str:
 
 def _asks(pid: int) -> bool:
     """Ask a rank where it is; false if it doesn't listen."""
-    if ASKING is not None and _listens(pid, ASKING):
+    if ASKING is not None and listens(pid, ASKING):
         with suppress(ProcessLookupError):
             os.kill(pid, ASKING)
             return True
@@ -79,7 +80,7 @@ def _lines(logs: Path) -> dict[str, str]:
     return {path.parent.name: line for path in logs.glob(f"*/*/*/{STACK}") if (line := _line(path))}
 
 
-def _listens(pid: int, number: int) -> bool:
+def listens(pid: int, number: int) -> bool:
     """Whether the process handles the signal, which would end it otherwise."""
     with suppress(OSError, StopIteration, ValueError):
         status = Path(f"/proc/{pid}/status").read_text().splitlines()

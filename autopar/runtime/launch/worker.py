@@ -35,15 +35,17 @@ from datetime import timedelta
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+from torch.distributed.rendezvous import rendezvous
 
 from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
-from autopar.runtime.launch import rank_files
+from autopar.runtime.launch import flight_record, rank_files
 from autopar.trace.call.user_source import is_tool
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
@@ -95,12 +97,25 @@ def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT
     rank_files.mark(rank_files.JOINING)
     limit = timedelta(seconds=timeout)
     if device_kind == "cpu":
-        dist.init_process_group("gloo", timeout=limit)
+        dist.init_process_group("gloo", timeout=limit, **_own_keys(limit))
     else:
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=limit, device_id=device)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, **_own_keys(limit))
     rank_files.mark(rank_files.JOINED)
+
+
+def _own_keys(limit: timedelta) -> dict[str, Any]:
+    """A store with keys of this start alone, for the process group of a world that torchrun starts again.
+
+    Torchrun of one node keeps its store, with the addresses of ranks that have died: ranks that found them
+    waited for ever, or were refused.
+    """
+    count, nodes = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"))
+    if count in ("", "0") or nodes != "1":
+        return {}
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    return {"store": PrefixStore(f"autopar/start_{count}", store), "rank": rank, "world_size": size}
 
 
 def local_rank() -> int:
@@ -260,6 +275,7 @@ def main() -> None:
     """Run the script that the command line names; the exit code is the script's own."""
     guard(int(os.environ[LAUNCHER]))
     rank_files.answer_where()
+    flight_record.begin_record()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `autopar.runtime` has set it for its imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):

@@ -6,6 +6,7 @@ already_parallel   wrappers of torch, which refuse a parallel module
 transforms         calls inside torch.compile, tracers and vmap
 whole_model        the serial model for a while, with all of its weights
 saves              a run in a folder, and back
+steps              a training loop that goes on from a save
 run_state          what a save has of a run
 sampler            which samples each rank loads
 """

@@ -194,6 +194,8 @@ class CallPrograms:
         if torch.is_grad_enabled():
             self._tensors.note(made)
         program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
+        if self.batch is None:
+            self.batch = _batch_of(call, made, step=step)
         if self.compiles:
             program.compile(tells=self._running.tells)
         guard = Guard(reads, own=self._tensors.tree.root.modules())
@@ -348,8 +350,6 @@ class CallPrograms:
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users
-        if self.batch is None and made.samples:
-            self.batch = made.samples.size
         return bound
 
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
@@ -425,3 +425,10 @@ def _unseen() -> Iterator[None]:
     finally:
         for held in saved:
             held.clear()
+
+
+def _batch_of(call: Arguments, made: Executable | StagedExecutable, *, step: bool) -> int | None:
+    """The number of samples of a call, whose program may be that of one of its micro-batches."""
+    if isinstance(made, Executable) and not step:
+        return made.samples.size if made.samples else None
+    return next((len(tensor) for tensor in call.tensors if tensor.dim()), None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 
 @dataclass
@@ -43,3 +44,9 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         yield torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
+
+
+dataset = TensorDataset(
+    torch.randn(192, 16, generator=torch.Generator().manual_seed(0)),
+    torch.randint(4, (192,), generator=torch.Generator().manual_seed(1)),
+)

@@ -19,7 +19,7 @@ from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from autopar.errors import InputError, WorkerError
-from autopar.runtime.launch import launch, worker
+from autopar.runtime.launch import children, launch, worker
 from autopar.runtime.launch.launch import run_function, run_script
 from autopar.runtime.launch.worker import init
 
@@ -258,9 +258,9 @@ def test_processes_are_found_while_threads_end(monkeypatch: pytest.MonkeyPatch) 
         asked.append(path)
         return [*listdir(path), "0"] if len(asked) == 1 else listdir(path)
 
-    monkeypatch.setattr(launch.os, "listdir", with_one_that_ends)
+    monkeypatch.setattr(children.os, "listdir", with_one_that_ends)
     with subprocess.Popen(["sleep", str(PROMPT)]) as child:
-        assert str(child.pid) in launch._processes()
+        assert str(child.pid) in children.processes()
         child.kill()
     assert len(asked) == 2
 

@@ -19,7 +19,7 @@ import torch
 from autopar.errors import WorkerError
 from autopar.runtime.collectives import local_sockets
 from autopar.runtime.collectives.local_sockets import PeerError, Wires
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import launch, watch
 from autopar.runtime.launch.processes import RankProcess, is_stopped, own_process
 
 STOPS = """
@@ -121,8 +121,8 @@ def test_a_peer_that_never_comes_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOPPED_SECONDS", 0.5)
-    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
     script = tmp_path / "script.py"
     script.write_text(STOPS)
     with pytest.raises(

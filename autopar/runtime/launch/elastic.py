@@ -1,0 +1,187 @@
+"""Starts a script again after a fault, on what is there, until it has come to its end.
+
+    4 ranks ── rank 2 is killed ──> 3 ranks ── a device is back ──> 4 ranks ──> the end
+               plan anew, newest save,         all save, plan anew,
+               next sample                     next sample
+
+What the ranks do so that nothing is lost is the script's: it goes through `autopar.steps`, or calls
+`autopar.load` and `autopar.save`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopar.errors import InputError, WorkerError, show_value
+from autopar.runtime.launch import worker
+from autopar.runtime.launch.launch import Launch, launch
+from autopar.runtime.launch.leaving import LEFT
+
+RESTARTS = 10  # in a row without a new step, where nobody says another number
+ENDING_SECONDS = 2  # that ranks have which are left after a fault
+DEVICES_SECONDS = 5.0  # between two runs of the command that counts devices
+_RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """Between how many ranks a run may go on, and how often it is started again without a new step.
+
+    `devices` is a command that prints how many devices there are; without one a rank that is lost takes its
+    device along.
+    """
+
+    least: int
+    most: int
+    restarts: int = RESTARTS
+    devices: str | None = None
+
+    @staticmethod
+    def parse(text: str, *, restarts: int = RESTARTS, devices: str | None = None) -> Elastic:
+        """`2:4`, or `4` for always as many. Raises InputError for others."""
+        match = _RANGE.fullmatch(text)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= least <= most:
+            raise InputError(
+                where="--elastic",
+                found=show_value(text),
+                wanted="the least and the most ranks, as in 2:4",
+                remedy="write --elastic 2:4, or 4:4 for always four",
+            )
+        if restarts < 0:
+            raise InputError(
+                where="--restarts", found=str(restarts), wanted="0 or more", remedy=f"write {RESTARTS}"
+            )
+        return Elastic(least, most, restarts, devices)
+
+    def there(self, default: int) -> int:
+        """Devices there now, at most `most`, by the command; `default` without one.
+
+        Raises InputError where the command fails, or there are too few.
+        """
+        count = default if self.devices is None else _counted(self.devices)
+        if count < self.least:
+            raise InputError(
+                where="autopar run --elastic",
+                found=f"{count} devices",
+                wanted=f"at least {self.least}",
+                remedy="start it again once they are there, or lower --elastic; saves stay",
+            )
+        return min(count, self.most)
+
+
+def _counted(command: str) -> int:
+    """The number that a command prints."""
+    try:
+        run = subprocess.run(
+            shlex.split(command), capture_output=True, text=True, timeout=DEVICES_SECONDS, check=False
+        )
+        printed, code = run.stdout.strip(), run.returncode
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        printed, code = f"{type(error).__name__}: {error}", 1
+    if code or not printed.isdecimal() or len(printed) > 6:
+        raise InputError(
+            where="--devices",
+            found=f"{show_value(printed)} and exit code {code} of {show_value(command)}",
+            wanted="a command that prints the number of devices",
+            remedy="try it in a shell, as in --devices 'cat devices.txt'",
+        )
+    return int(printed)
+
+
+@dataclass(slots=True)
+class History:
+    """Faults of a run since its last new step, by which it is told whether it may be started again."""
+
+    elastic: Elastic
+    furthest: int | None = None
+    faults: list[str] = field(default_factory=list)
+
+    def may_go_on(self, error: WorkerError) -> bool:
+        """Whether the run may be started again after this: not where it would only come to it again."""
+        if error.step is not None and (self.furthest is None or error.step > self.furthest):
+            self.furthest, self.faults = error.step, []
+        fault = "" if error.is_lost else cause_of(error)
+        comes_again = fault != "" and fault in self.faults
+        self.faults.append(fault)
+        refused = error.exit_code in worker.REFUSED
+        return not (refused or comes_again or len(self.faults) > self.elastic.restarts)
+
+
+def cause_of(error: WorkerError) -> str:
+    """The line of a fault and its kind, the same whenever it comes again."""
+    lines = re.findall(r'File "(.+)", line (\d+)', error.traceback)
+    kind = error.found.partition(":")[0]
+    return f"{kind} at {':'.join(lines[-1])}" if lines else kind
+
+
+@dataclass(slots=True)
+class _Growth:
+    """Whether there are more devices than ranks: asked now and then, and remembered."""
+
+    elastic: Elastic
+    size: int
+    asked: float = field(default_factory=time.monotonic)
+    wanted: int = 0
+
+    def __call__(self) -> bool:
+        if self.elastic.devices is None or time.monotonic() - self.asked < DEVICES_SECONDS:
+            return self.wanted > 0
+        self.asked = time.monotonic()
+        try:
+            there = self.elastic.there(self.size)
+        except InputError:  # told at the next start, if it stays so
+            return False
+        self.wanted = there if there != self.size else 0
+        return self.wanted > 0
+
+
+def run_elastic(
+    job: Launch,
+    elastic: Elastic,
+    *,
+    run: Callable[[Launch], None] = launch,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Run a job, and start it again after faults on the ranks that are there; `run` runs it once.
+
+    Raises the WorkerError after which it isn't started again, InputError where too few devices are left,
+    KeyboardInterrupt.
+    """
+    tell = tell or partial(print, file=sys.stderr, flush=True)
+    history, begin = History(elastic), time.monotonic()
+    size = elastic.there(elastic.most)
+    while True:
+        growth = _Growth(elastic, size)
+        watch = replace(job.watch, wants_change=growth, timeout=_left(job.watch.timeout, begin))
+        try:
+            run(replace(job, num_processes=size, watch=watch, grace=ENDING_SECONDS))
+        except WorkerError as error:
+            is_change = error.exit_code == LEFT and growth.wanted > 0
+            if not is_change and (error.exit_code == LEFT or not history.may_go_on(error)):
+                raise
+            lost = max(elastic.least, size - 1) if error.is_lost else size
+            before, size = size, elastic.there(lost)
+            tell(_told(error, before, size, is_change=is_change))
+        else:
+            return
+
+
+def _left(timeout: float | None, begin: float) -> float | None:
+    return None if timeout is None else max(1e-3, timeout - (time.monotonic() - begin))
+
+
+def _told(error: WorkerError, before: int, size: int, *, is_change: bool) -> str:
+    ranks = f"{size} ranks" if size != before else f"the same {size} ranks"
+    if is_change:
+        return f"autopar: the number of devices has changed; going on with {ranks}"
+    step = "before a first step" if error.step is None else f"after step {error.step}"
+    fault = f"{error.where}: {error.found}, {step}; starting again with {ranks}"
+    return f"{error.details}\nautopar: {fault}".lstrip()

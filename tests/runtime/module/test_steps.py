@@ -1,0 +1,147 @@
+"""A loop over `autopar.steps` goes on where a save was, in any epoch; loaders must have a place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.runtime.launch.leaving import LEFT
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.steps import Steps, steps
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+DATA = TensorDataset(torch.arange(10.0)[:, None], torch.arange(10.0)[:, None])
+
+
+def run(folder: Path, **options: Any) -> tuple[Steps, nn.Module]:
+    """A serial run of two epochs of three batches each."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    loader = DataLoader(DATA, batch_sampler=BatchSampler(DATA, batch_size=4, rows=range(4), seed=1))
+    words: dict[str, Any] = {"epochs": 2, "save_every": 2} | options
+    return steps(model, loader, folder=folder, optimizer=optimizer, **words), model
+
+
+def take(loop: Steps, model: nn.Module, count: int = 100) -> list[list[float]]:
+    """The samples of the steps that are made, until so many are."""
+    samples = []
+    for x, y in loop:
+        samples.append(x.flatten().tolist())
+        (model(x) - y).square().sum().backward()
+        loop_step(loop)
+        if len(samples) == count:
+            break
+    return samples
+
+
+def loop_step(loop: Steps) -> None:
+    optimizer = loop.others["optimizer"]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_loop_goes_on_after_the_newest_save_to_the_same_numbers(stop: int, tmp_path: Path) -> None:
+    loop, undisturbed = run(tmp_path / "undisturbed")
+    samples = take(loop, undisturbed)
+    assert len(samples) == 6 and loop.step == 6 and loop.epoch == 1
+    loop, model = run(tmp_path / "saves", extra={"from": stop})
+    assert take(loop, model, stop) == samples[:stop]
+    loop, model = run(tmp_path / "saves")
+    saved = (stop - 1) // 2 * 2  # the loop's body has left its last step undone
+    assert take(loop, model) == samples[saved:] and loop.step == 6
+    assert loop.extra == ({"from": stop} if saved else None)
+    assert torch.equal(model.weight, undisturbed.weight)  # type: ignore[arg-type]
+    loop, model = run(tmp_path / "saves")
+    assert take(loop, model) == [] and torch.equal(model.weight, undisturbed.weight)  # type: ignore[arg-type]
+
+
+def test_a_signal_ends_the_loop_after_a_save_and_handlers_are_as_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    loop, model = run(tmp_path)
+    try:
+        with pytest.raises(SystemExit) as left:
+            for x, _ in loop:
+                model(x)
+                os.kill(os.getpid(), signal.SIGUSR1)
+        assert left.value.code == LEFT and loop.step == 1
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "who leaves needs no more of them"
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), before, strict=True):
+            signal.signal(number, handler)
+    loop, model = run(tmp_path)
+    assert len(take(loop, model)) == 5
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_a_loader_without_a_place_and_bad_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"DataLoader without a sampler of autopar's.*parallel.sampler"):
+        steps(nn.Linear(1, 1), DataLoader(DATA, batch_size=2), folder=tmp_path)
+    with pytest.raises(InputError, match="list without a sampler"):
+        steps(nn.Linear(1, 1), [DATA[:2]], folder=tmp_path)
+    with pytest.raises(InputError, match="save_every=0"):
+        run(tmp_path, save_every=0)
+
+
+def _asked_on_rank_1(folder: Path) -> tuple[object, int]:
+    """Only rank 1 is asked to leave, and all do after the same step."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    torch.manual_seed(0)
+    cluster = ClusterSpec.local(dist.get_world_size())
+    model: ParallelModule = autopar.parallelize(
+        nn.Linear(1, 4), cluster, (DATA[:4][0], DATA[:4][1]), loss_fn=_loss, measure=False, quiet=True
+    )
+    loader = DataLoader(DATA, batch_sampler=model.sampler(DATA))
+    loop = autopar.steps(model, loader, folder=folder, epochs=9)
+    try:
+        for x, y in loop:
+            model(x, y).backward()
+            if dist.get_rank() == 1 and loop.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as left:
+        return left.code, loop.step
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return None, loop.step
+
+
+def _loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, y.expand_as(output))
+
+
+def test_a_signal_on_one_rank_has_all_leave_after_the_same_step(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(_asked_on_rank_1, tmp_path) == [(LEFT, 5)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["save-000001"]
+
+
+def _samples(options: dict[str, int]) -> range:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model: ParallelModule = autopar.parallelize(
+        net, ClusterSpec.local(2), (x, x), loss_fn=F.mse_loss, measure=False, quiet=True, **options
+    )
+    return model.samples
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"stages": 2, "micro_batches": 2}], ids=str)
+def test_a_sampler_takes_the_whole_batch_of_steps_of_micro_batches(
+    options: dict[str, int], pools: Pools
+) -> None:
+    assert pools(2).run(_samples, options) == [range(8)] * 2
