@@ -177,7 +177,7 @@ def test_the_table_goes_to_stdout_and_measuring_fills_the_database(
     assert main(["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path), "--force", "batch"]) == 0
     out, err = capsys.readouterr()
     assert "mesh 2" in out and "batch dim 0" in out and "operator time is 100% measured (± 3%)" in out
-    assert not err
+    assert all(line.startswith("autopar: measuring") for line in err.splitlines())  # on a slow machine
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT count(*) FROM operators").fetchone()[0] > 0
 
@@ -197,9 +197,11 @@ def test_a_plan_with_stages_is_drawn_and_its_timeline_written(
 ) -> None:
     path = tmp_path / "trace.json"
     words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", *STAGED, "--schedule", "1f1b"]
-    assert main([*words, "--trace", str(path)]) == 0
+    assert main([*words, "--trace", str(path), "--draw-schedule"]) == 0
     out = capsys.readouterr().out
     assert "pipeline  2 ranks, 2 stages, 2 micro-batches, 1f1b" in out and "rank 1  " in out
+    assert main(words) == 0
+    assert "rank 1  " not in capsys.readouterr().out
     assert {event["name"] for event in json.loads(path.read_text())["traceEvents"]} >= {"0F0", "1B1"}
     code, found = command(capsys, *words)
     assert code == 0 and found["pipeline"]["starts"][0] == 0

@@ -16,6 +16,7 @@ from autopar.results.files import codec
 from autopar.results.files.plan_laws import broken_laws
 from autopar.results.files.text import html_of, text_of
 from autopar.results.plan.frontier import Frontier
+from autopar.results.plan.plan_subject import PlanSubject
 from autopar.results.plan.step_parts import StepParts
 
 ONE_DEVICE = "one device"  # the name of the strategy that leaves all others idle
@@ -137,6 +138,7 @@ class Plan:
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
     moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
     frontier: Frontier | None = None  # what less memory would cost, where that was asked for
+    subject: PlanSubject | None = None  # the model and batch, of a plan that was asked for by itself
 
     @property
     def split_unit(self) -> str:
@@ -170,6 +172,7 @@ class Plan:
         return {
             "status": self.status,
             "gap": self.gap,
+            "subject": str(self.subject) if self.subject else None,
             "cluster": self.cluster,
             "mesh": str(self.mesh),
             "step_seconds": self.step_seconds,
