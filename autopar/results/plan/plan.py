@@ -102,7 +102,8 @@ class Plan:
     `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
     Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
     rests on measurements, `interpolated_share` what of the rest follows from measurements of other sizes;
-    predicted steps that differ by less than `error`, relatively, can't be told apart.
+    laps of what is measured lie about `scatter` from their medians, and predicted steps that differ by less
+    than `error` can't be told apart, both relatively.
     `graph` is what was planned, one micro-batch of it, and `devices` what for.
     """
 
@@ -133,6 +134,7 @@ class Plan:
     graph: Fingerprint = Fingerprint()
     interpolated_share: float = 0.0
     error: float = 0.0
+    scatter: float = 0.0
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
@@ -185,6 +187,7 @@ class Plan:
             "measured_share": self.measured_share,
             "interpolated_share": self.interpolated_share,
             "error": self.error,
+            "scatter": self.scatter,
             "sharded_flops_share": self.sharded_flops_share,
             "gathered_ops": list(self.gathered_ops),
             "layers": [
