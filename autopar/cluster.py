@@ -15,9 +15,8 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from autopar.core.cluster_keys import (
     violation,
     whole_number,
 )
-from autopar.core.mesh import AXIS_NAMES, Mesh
+from autopar.core.mesh import AXIS_NAMES, Mesh, factorisations, runs_of
 from autopar.core.slurm import torchrun_variables
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
@@ -279,7 +278,7 @@ class ClusterSpec:
         return tuple(
             Mesh(shape)
             for num_axes in range(1, len(AXIS_NAMES) + 1)
-            for shape in _factorisations(self.num_devices, num_axes)
+            for shape in factorisations(self.num_devices, num_axes)
             if self.nodes == 1 or self.devices_per_node % math.prod(shape[1:]) == 0
         )
 
@@ -291,7 +290,7 @@ class ClusterSpec:
     def nodes_of(self, mesh: Mesh, axes: Sequence[int]) -> int:
         """Most nodes that a group along `axes` spans."""
         self.check_world(mesh.num_devices)
-        return _nodes_of(mesh.shape, tuple(sorted(axes)), self.devices_per_node)
+        return runs_of(mesh.shape, tuple(sorted(axes)), self.devices_per_node)
 
     def stage(self, count: int) -> ClusterSpec:
         """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole
@@ -426,18 +425,6 @@ def _read_device(
     return memory | {"described": DescribedDevice(found["flops"], found["bandwidth"])}
 
 
-@lru_cache(maxsize=4096)
-def _nodes_of(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> int:
-    """See `ClusterSpec.nodes_of`; ranks of a group rise, and so do their nodes."""
-    import numpy as np  # here, so that a description of machines needs none
-
-    nodes = np.arange(math.prod(shape)).reshape(shape) // devices_per_node
-    groups = np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(
-        -1, math.prod(shape[axis] for axis in axes)
-    )
-    return 1 + int((np.diff(groups) != 0).sum(axis=1).max())
-
-
 def _too_many(values: Mapping[str, Any]) -> list[InputError]:
     """Violations by more devices than any cluster has."""
     count = values.get("nodes", 1) * values.get("devices_per_node", 1)
@@ -492,14 +479,3 @@ def gpu_kind(name: str) -> str:
     """The model in torch's name of a GPU: "NVIDIA H100 80GB HBM3" is an "h100"."""
     words = re.split(r"[\s-]+", name.lower())
     return next((word for word in words if any(map(str.isdigit, word))), "cuda")
-
-
-def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """All ordered products of `num_factors` factors >= 2, the smaller first factor first."""
-    if num_factors == 1:
-        yield (number,)
-        return
-    for first in range(2, number // 2 + 1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, num_factors - 1):
-                yield (first, *rest)

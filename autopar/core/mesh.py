@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.errors import InputError, show_value
 
@@ -111,3 +112,25 @@ def parse_key(key: str) -> tuple[Mesh, tuple[int, ...]]:
     """The mesh and the axes that a group key names."""
     names, _, shape = key.partition("@")
     return Mesh.parse(shape), tuple(AXIS_NAMES.index(name) for name in names)
+
+
+@lru_cache(maxsize=4096)
+def runs_of(shape: tuple[int, ...], axes: tuple[int, ...], length: int) -> int:
+    """Most runs of `length` ranks, nodes say, that a group along `axes` of a mesh has ranks in."""
+    import numpy as np  # here, so that a description of machines needs none
+
+    runs = np.arange(math.prod(shape)).reshape(shape) // length
+    size = math.prod(shape[axis] for axis in axes)
+    groups = np.moveaxis(runs, axes, range(-len(axes), 0)).reshape(-1, size)
+    return 1 + int((np.diff(groups) != 0).sum(axis=1).max())  # ranks of a group rise, and so do their runs
+
+
+def factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """All ordered products of `num_factors` factors >= 2, the smaller first factor first."""
+    if num_factors == 1:
+        yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in factorisations(number // first, num_factors - 1):
+                yield (first, *rest)

@@ -34,7 +34,7 @@ from autopar.proof.low_precision import (
     pipeline_in_low_precision,
     program_in_low_precision,
 )
-from autopar.proof.pipeline import simulate_pipeline
+from autopar.proof.pipeline import PipelinedGraph, simulate_pipeline
 from autopar.proof.precision import (
     copy_model,
     float64_by_default,
@@ -61,7 +61,6 @@ from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.programs.guards import Guard
 from autopar.runtime.tree import serial_model
-from autopar.sharding.strategies import dims_of
 from autopar.trace.call.call_signature import Arguments, flatten_arguments
 from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced, check_dense, trace
@@ -280,20 +279,10 @@ def _check_pipeline(
         job = _job(target, traced, plan, cluster, request, steps)
         ours, disagreement = train_on_processes(job)
     else:
-        dims = dims_of(graph, plan.mesh)
-        paths = traced.arguments.paths
+        shorter_graph = raise_graph(shorter.graph)[0] if shorter else None
+        split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
         with float64_by_default():
-            ours = simulate_pipeline(
-                model,
-                batch,
-                paths,
-                graph,
-                plan.program,
-                plan.pipeline,
-                dims,
-                steps=steps,
-                shorter=raise_graph(shorter.graph)[0] if shorter else None,
-            )
+            ours = simulate_pipeline(model, batch, traced.arguments.paths, split_graph, steps=steps)
     constants = written_constants(traced.graph)
 
     def at_once(model: nn.Module) -> Record:

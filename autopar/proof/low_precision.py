@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import Graph, InputKind, eager_target, map_refs
 from autopar.proof.cutting import eager_parts
-from autopar.proof.pipeline import simulate_pipeline
+from autopar.proof.pipeline import PipelinedGraph, simulate_pipeline
 from autopar.proof.precision import copy_model
 from autopar.proof.sum_order import OtherOrder
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
@@ -308,18 +308,10 @@ def _pipeline_losses(
 ) -> Tensor:
     """Losses of a plan with stages or micro-batches."""
     graph, shorter = with_masks_by_dims(graphs.first.graph), graphs.shorter
-    record = simulate_pipeline(
-        copy_model(model),
-        batch,
-        graphs.first.arguments.paths,
-        graph,
-        plan.program,
-        plan.pipeline,
-        dims_of(graph, plan.mesh),
-        steps=steps,
-        shorter=with_masks_by_dims(shorter.graph) if shorter else None,
-        lift=_fresh,
-    )
+    shorter_graph = with_masks_by_dims(shorter.graph) if shorter else None
+    split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
+    paths = graphs.first.arguments.paths
+    record = simulate_pipeline(copy_model(model), batch, paths, split_graph, steps=steps, lift=_fresh)
     return torch.stack([loss.detach().double() for loss in record.loss.values()])
 
 

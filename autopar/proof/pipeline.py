@@ -44,24 +44,32 @@ class _SimulatedStage:
     locals_: list[dict[str, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class PipelinedGraph:
+    """The graph of the first micro-batch, whose loss is its only output, and how it is split; `shorter` is
+    that of micro-batches which are a sample shorter."""
+
+    graph: Graph
+    program: Program
+    pipeline: Pipeline
+    shorter: Graph | None = None
+
+
 def simulate_pipeline(
     model: nn.Module,
     batch: Sequence[MicroBatch],
     paths: Sequence[str],
-    graph: Graph,
-    program: Program,
-    pipeline: Pipeline,
-    dims: Dims,
+    split_graph: PipelinedGraph,
     *,
     steps: int,
-    shorter: Graph | None = None,
     lift: Callable[[Tensor], Tensor] = raise_tensor,
 ) -> Record:
     """SGD by the programs of all ranks of all stages; `lift` makes the first parameters of those of `model`.
 
-    `batch` holds tensors as `lift` makes them, in the order of `paths`; `graph` is that of the first
-    micro-batch, and its loss the only output; `shorter` that of micro-batches which are a sample shorter.
+    `batch` holds tensors as `lift` makes them, in the order of `paths`.
     """
+    graph, program, pipeline = split_graph.graph, split_graph.program, split_graph.pipeline
+    dims, shorter = dims_of(graph, program.mesh), split_graph.shorter
     cuts = _cuts(graph, program, pipeline, dims)
     rest = dims_of(shorter, dims.mesh) if shorter else dims
     short_cuts = _cuts(shorter, program, pipeline, rest) if shorter else cuts

@@ -100,5 +100,5 @@ def _write(
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Not the tuple of a call with several results, which only `getitem` takes."""
+    """True of a tensor's node, False of a call's tuple of results, which only `getitem` takes."""
     return not any(user.target is operator.getitem and user.args[0] is node for user in node.users)

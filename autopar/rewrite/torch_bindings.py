@@ -148,7 +148,7 @@ def _has_name(default: Any) -> bool:
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call reaches, else the type of what it raises."""
+    """The target that a call reaches, or the type of the error that it raises."""
     first = _First()  # type: ignore[no-untyped-call]
     try:
         with first:

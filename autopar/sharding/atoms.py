@@ -465,8 +465,3 @@ class Dims:
 def _terms(scale: Fraction) -> int:
     """How large a scale's terms are: of 1/2 and 54/107 between the same components the former is followed."""
     return max(scale.numerator, scale.denominator)
-
-
-def relations_of(groups: Iterable[Sequence[Dim]]) -> list[Relation]:
-    """Relations that tie all dims of each group to the group's first."""
-    return [Relation((first,), (other,)) for first, *rest in groups for other in rest]

@@ -136,9 +136,6 @@ class Site(Instance):
         assert name is not None
         return self.dims.local_shape(name, self.result_layout(result), self.coordinate)
 
-    def local_operand_shape(self, operand: int) -> tuple[int, ...]:
-        return self.dims.local_shape(self.operands[operand], self.operand_layout(operand), self.coordinate)
-
     def has_empty_part(self, operand: int = 0) -> bool:
         """Whether some rank's part of an operand holds no element, as of edges; the same on every rank."""
         name, layout = self.operands[operand], self.operand_layout(operand)
@@ -164,13 +161,6 @@ class Site(Instance):
         """The value of an operand that is a constant of the graph."""
         name = self.operands[operand]
         return next((item.value for item in self.dims.graph.inputs if item.name == name), None)
-
-    def range_of(self, name: str, layout: Layout) -> tuple[int, int]:
-        """The rows [start, stop) of dim 0 of a tensor that this rank has; they must be one range."""
-        shard = Shard(0)
-        if shard not in layout:
-            return 0, self.dims.graph.specs[name].shape[0]
-        return self.dims.rows(name, shard, layout, self.coordinate)
 
     def local_call(self, **overrides: Any) -> Handle:
         """The operator on the local operands, some arguments replaced by name."""

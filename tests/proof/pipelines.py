@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
-from autopar.proof.pipeline import simulate_pipeline
+from autopar.proof.pipeline import PipelinedGraph, simulate_pipeline
 from autopar.proof.verdict import Record, difference, floor_of
 from autopar.proof.verify import MOMENTUM, RATE, seed
 from autopar.rewrite.rank_program import rewrite
@@ -85,7 +85,9 @@ def prove_pipeline(
     steep = any(float(item.abs().max()) > STEEP for item in theirs.gradients.values())
     steps = 1 if steep else STEPS  # rounding would grow as the weights do
     theirs = theirs if steep else accumulate(model, batch, steps=steps)
-    ours = simulate_pipeline(holder(model), batch, paths, graph, program, pipeline, dims, steps=steps)
+    ours = simulate_pipeline(
+        holder(model), batch, paths, PipelinedGraph(graph, program, pipeline), steps=steps
+    )
     return max(_errors(ours, theirs))
 
 

@@ -91,7 +91,7 @@ def _backward(call: Call, found: Footprint, work: Flops, device: DeviceModel) ->
 
 
 def _launched(launches: int, seconds: float, device: DeviceModel) -> float:
-    """With launches, while which a GPU does what it was given before; it has nothing to do for a view."""
+    """Seconds with launches: a GPU launches while earlier kernels run, and runs none for a view."""
     if device.kernels is None:
         return launches * device.launch_seconds + seconds
     return max(launches * device.launch_seconds, seconds) if seconds else 0.0

@@ -149,7 +149,8 @@ class CostModel:
         }
 
     def corrected(self, budget: Budget) -> CostModel:
-        """With what estimates of operators were off by in all that was measured for one plan."""
+        """The model with corrections: the median error of each operator's estimates in one plan's
+        measurements."""
         corrections = {
             target: (median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
             for target, pairs in budget.ratios.items()

@@ -129,5 +129,5 @@ def _resized(tree: Any, left: Iterator[int]) -> Any:
 
 
 def ratio(measured: float, estimated: float) -> float:
-    """1 where one of them is nothing."""
+    """What was measured, in units of the estimate; 1 if either is zero."""
     return measured / estimated if measured > 0 and estimated > 0 else 1.0

@@ -72,6 +72,6 @@ def fused_cost(member: OperatorTraffic, moved: Traffic, device: DeviceModel) -> 
 
 
 def _seconds(nbytes: int, *, launches: bool, device: DeviceModel) -> float:
-    """A GPU launches while it does what it was given before."""
+    """Seconds of a kernel with its launch, which a GPU overlaps with earlier kernels."""
     seconds, launch = nbytes / device.bandwidth, launches * device.launch_seconds
     return max(seconds, launch) if device.kernels else seconds + launch

@@ -258,7 +258,7 @@ class Replay:
                 self.variables.add(key)
 
     def finish(self, number: int, left: Counter[int]) -> None:
-        """Let go of what no later call takes; `left` counts the uses to come of each storage."""
+        """Free storages without later uses; `left` counts the uses to come of each."""
         call = self.calls[number]
         self.note(call.place, call.memory.forward_scratch)
         for value in call.memory.takes:
@@ -384,7 +384,7 @@ class Replay:
         self.note(call.place)
 
     def forget_recomputed(self, number: int) -> None:
-        """Let go of what a recomputed call has saved."""
+        """Free what a recomputed call has saved."""
         memory = self.calls[number].memory
         for root in memory.saves:
             self.heap.drop(self.key(root))

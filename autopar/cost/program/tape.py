@@ -59,7 +59,7 @@ class Weight:
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes of the gradient as it is summed."""
+        """Bytes of the gradient in the dtype in which ranks sum it."""
         return self.nbytes * (self.reduce or self.dtype).itemsize // self.dtype.itemsize
 
 

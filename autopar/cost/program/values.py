@@ -137,7 +137,7 @@ class _ValueFinder:
         return visit(source, None)
 
     def needed_by(self, place: int) -> tuple[int, ...]:
-        """The operator itself, or those that need what it makes if every stage can make that."""
+        """The operator itself; one that every stage can duplicate is replaced by its consumers."""
         operation = self.graph.operators[place]
         made = [name for name in operation.results if name]
         if made and all(name in self.free for name in made):

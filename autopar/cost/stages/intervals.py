@@ -29,7 +29,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import repeated
 from autopar.cost.program.step import is_bucketed, move_seconds
 from autopar.cost.program.values import Value
-from autopar.cost.stages.split_backward import Halves, beside, halves
+from autopar.cost.stages.split_backward import Halves, WholeBackward, beside, halves
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, BucketSizes, bucket_sizes
 
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear
@@ -364,20 +364,8 @@ def _memory(
     )
     working = beside(saved, most, np.zeros_like(saved)) + largest
     early = beside(saved, most, gradients)
-    split = halves(
-        priced.graph,
-        priced.values,
-        found,
-        places,
-        saved=saved,
-        most=most,
-        working=working,
-        early=early,
-        gradients=gradients,
-        ahead=ahead,
-        largest=largest,
-    )
-    return saved, working, early, split
+    backward = WholeBackward(saved, working, early, gradients, largest, most, ahead)
+    return saved, working, early, halves(priced.graph, priced.values, found, places, backward)
 
 
 def _most(amounts: Row, places: Sequence[int]) -> Table:

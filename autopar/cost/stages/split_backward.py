@@ -38,22 +38,31 @@ class Halves:
     apart_early: Table
 
 
+@dataclass(frozen=True, slots=True)
+class WholeBackward:
+    """Bytes where backward isn't split: `saved` by a micro-batch in flight, needed beside it (`working`, and
+    `early` at the first backward), of `gradients`, and of the `largest` where others are there before. At
+    each place `most` are needed beside what is saved, `ahead` in forward."""
+
+    saved: Table
+    working: Table
+    early: Table
+    gradients: Table
+    largest: Table
+    most: Row
+    ahead: Row
+
+    @property
+    def none(self) -> Table:
+        return np.zeros_like(self.saved)
+
+
 def halves(
-    graph: Graph,
-    values: Values,
-    found: Footing,
-    places: Sequence[int],
-    *,
-    saved: Table,
-    most: Row,
-    working: Table,
-    early: Table,
-    gradients: Table,
-    ahead: Row,
-    largest: Table,
+    graph: Graph, values: Values, found: Footing, places: Sequence[int], backward: WholeBackward
 ) -> Halves:
-    """`most` bytes are needed at each place beside what is saved, `ahead` in forward; the other tables are
-    those of whole backwards, and of the `largest` gradient where others are there before."""
+    """Split backward in every stage in which weights and inputs part."""
+    saved, working, early = backward.saved, backward.working, backward.early
+    gradients, most = backward.gradients, backward.most
     between = Rectangles(places)
     for place, (own, held) in enumerate(zip(found.own_for_weights, found.held, strict=True)):
         between.add(-1, place, float(own + held))
@@ -62,7 +71,7 @@ def halves(
     total, whole = between.total(), ~splits_cleanly(graph, values, places)
     later = whole.copy()
     later[0] = False  # there the halves follow each other
-    apart = np.maximum(beside(saved, ahead, np.zeros_like(saved)), largest)
+    apart = np.maximum(beside(saved, backward.ahead, backward.none), backward.largest)
     return Halves(
         held=np.where(whole, 0.0, total),
         working=np.where(whole, working, beside(saved, most, total)),

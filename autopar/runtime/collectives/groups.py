@@ -128,7 +128,7 @@ def index(key: str) -> int:
 
 @contextmanager
 def as_rank(rank: int) -> Iterator[None]:
-    """Within, shapes are those of `rank`: its program can be made on meta tensors anywhere."""
+    """Context in which shapes are those of `rank`: its program can be made on meta tensors anywhere."""
     token = _viewpoint.set(rank)
     try:
         yield

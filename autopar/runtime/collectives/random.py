@@ -123,7 +123,7 @@ def drawing_apart(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, what is drawn follows from `seed`; then the default generators stand as before."""
+    """Context in which what is drawn follows from `seed`; then the default generators stand as before."""
     with drawing_apart(device):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":

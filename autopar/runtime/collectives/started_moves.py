@@ -43,7 +43,7 @@ Arguments = tuple[Any, ...]
 
 
 def begin(handle: Tensor, finish: Callable[[], Tensor]) -> Tensor:
-    """`handle`, of which `wait` gets what `finish` gives."""
+    """Begin a move: `wait` on the handle returns the result of `finish`."""
     _under_way[storage_key(handle.untyped_storage())] = finish
     return handle
 

@@ -95,7 +95,7 @@ def _begin(
 
 
 def transfer(sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], group: str) -> None:
-    """`start` and wait."""
+    """Start a transfer and wait for its end."""
     start(sends, receives, group).wait()
 
 

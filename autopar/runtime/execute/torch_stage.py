@@ -82,7 +82,7 @@ class Sends:
             wait_p2p(self._works.popitem()[1])
 
     def forget(self) -> None:
-        """Let go of what may never arrive."""
+        """Drop the handles of transfers that may never end."""
         self._works.clear()
 
 

@@ -66,7 +66,7 @@ class UnreadOutput(Tensor):
         return self._whole
 
     def forget(self) -> None:
-        """Let go of the rank's part."""
+        """Drop the reference to the rank's part."""
         self._part = None
 
     @classmethod

@@ -39,7 +39,8 @@ _open: dict[int, nn.Module] = {}  # the roots that are whole at the moment, by i
 
 @contextmanager
 def full(parallel: Any) -> Iterator[Any]:
-    """Within, the parallel module is the serial model, with all of its weights, on every rank; collective.
+    """Context in which the parallel module is the serial model, with all of its weights, on every rank;
+    collective.
 
     For what no program does: `generate`, `save_pretrained`, a submodule's call, an export, a statistic of a
     weight. It takes the memory of the whole model beside that of this rank's parts, and gives it back.

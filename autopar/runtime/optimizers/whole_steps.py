@@ -141,7 +141,7 @@ def _whole(value: DTensor, item: DTensor, stored: Stored) -> Tensor:
 
 @contextmanager
 def _alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[None]:
-    """Within, the optimizer has this group alone."""
+    """Context in which the optimizer has this group alone."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group]
     try:

@@ -62,8 +62,8 @@ def sharding_key(mesh: Mesh, layout: Layout) -> str | None:
 
 
 def plainly() -> AbstractContextManager[Any]:
-    """Within, attributes of DTensors are read as those of tensors are: nine a parameter and step, which took
-    half of what a parameter costs beside its operators."""
+    """Context in which attributes of DTensors are read as those of tensors are: nine a parameter and step,
+    which took half of what a parameter costs beside its operators."""
     return without_subclass_functions()
 
 

@@ -409,7 +409,7 @@ def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str,
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Within, what autograd saves is nobody's: a checkpoint around the call would count it.
+    """Context in which what autograd saves is nobody's: a checkpoint around the call would count it.
 
     In the end it is let go: of a result that its own backward saves, only torch would know otherwise.
     """

@@ -116,7 +116,7 @@ class Guard:
         }
 
     def holds(self, tensors: Sequence[Tensor] | None = None) -> bool:
-        """Whether all reads, and the answers that a call's `tensors` give, are what they were."""
+        """True if all reads, and all answers about a call's `tensors`, are those of the trace."""
         return self.change(tensors) is None
 
     def change(self, tensors: Sequence[Tensor] | None = None) -> str | None:

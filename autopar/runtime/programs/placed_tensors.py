@@ -361,7 +361,8 @@ class PlacedTensors:
             return stored.gather(tensor)
 
     def gathering(self, what: str) -> AbstractContextManager[None]:
-        """Within, all parameters and buffers are gathered, which is collective where any is shared."""
+        """Context in which all parameters and buffers are gathered, which is collective where any is
+        shared."""
         return collective(what) if self.is_gathered else nullcontext()
 
     @property

@@ -48,7 +48,8 @@ _sharded: ContextVar[bool] = ContextVar("state dicts of this rank's chunks", def
 
 @contextmanager
 def sharded_state(is_sharded: bool) -> Iterator[None]:
-    """Within, state dicts hold DTensors in serial order instead of full tensors, or full ones again."""
+    """Context in which state dicts hold DTensors in serial order instead of full tensors, or full ones
+    again."""
     token = _sharded.set(is_sharded)
     try:
         yield

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.core.graph import may_learn
 from autopar.errors import InputError
 from autopar.runtime.tree import old_parameters
+from autopar.runtime.tree.module_contents import ModuleContents, replaced
 from autopar.runtime.tree.serial_model import is_harmless, without_memory
 from autopar.runtime.tree.stored import FullState, Stored
 from autopar.torch_seams.modules import (
@@ -211,7 +212,7 @@ class UserTree:
         places: dict[int, Tensor | None] = {id(tensor): whole[name] for name, tensor in self.named_tensors()}
         lists = [
             *self._lists_with(places),
-            *((path, name, _replaced(value, stand_ins)) for path, name, value in self._whole_lists),
+            *((path, name, replaced(value, stand_ins)) for path, name, value in self._whole_lists),
         ]
         states = dict(zip(self._paths, map(vars, self.modules), strict=True))
         before = [(path, name, states[path][name]) for path, name, _ in lists if name in states.get(path, ())]
@@ -230,8 +231,8 @@ class UserTree:
                     value, (list, tuple, dict)
                 ):
                     continue
-                if (replaced := _replaced(value, places)) is not value:
-                    yield path, name, replaced
+                if (other := replaced(value, places)) is not value:
+                    yield path, name, other
 
     # -- our own hooks ------------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class UserTree:
         stand in for them.
         """
         with self.plain() as root, replacing(self.before), old_parameters.usable(self.old()):
-            kept = _ModuleContents(self.modules)
+            kept = ModuleContents(self.modules)
             for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
                 root.__dict__[name] = OrderedDict()
             try:
@@ -400,35 +401,6 @@ def placed_trees() -> list[UserTree]:
     return sorted(_trees, key=operator.attrgetter("number"))
 
 
-class _ModuleContents:
-    """Contents of modules before a trace, to be put back."""
-
-    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self._states = [(vars(module), dict(vars(module))) for module in modules]
-        self._tensors = [(held, dict(held)) for module in modules for held in own_tensors(module)]
-        held = [
-            value for _, state in self._states for name, value in state.items() if not name.startswith("_")
-        ]
-        self._lists = [(value, list(value)) for value in held if isinstance(value, list)]
-        self._dicts = [(value, dict(value)) for value in held if isinstance(value, dict)]
-
-    def restore(self) -> None:
-        """Put back what was there; what is new stays unless it holds tensors, which are a trace's own."""
-        for held, before in self._tensors:
-            held.clear()
-            held.update(before)
-        for items, content in self._lists:
-            items[:] = content
-        for table, entries in self._dicts:
-            if any(key not in entries for key in table):
-                table.clear()
-                table.update(entries)
-        for state, before in self._states:
-            for name in [name for name in state if name not in before and _holds_tensors(state[name])]:
-                del state[name]
-            state.update(before)
-
-
 class _Refused:
     """Refuses calls of one module by itself: its parameters are parts, in a program of the whole model."""
 
@@ -495,26 +467,6 @@ def _without_memory(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return {name: made[id(tensor)] for name, tensor in full.items()}
-
-
-def _replaced(value: Any, places: Mapping[int, Tensor | None]) -> Any:
-    """`value`, or a copy of it with tensors replaced where it holds some of them."""
-    if id(value) in places:
-        return places[id(value)]
-    if isinstance(value, dict):
-        items = {key: _replaced(item, places) for key, item in value.items()}
-        changed = any(items[key] is not item for key, item in value.items())
-        return type(value)(items) if changed and type(value) in (dict, OrderedDict) else value
-    if type(value) in (list, tuple):
-        parts = [_replaced(item, places) for item in value]
-        return type(value)(parts) if any(map(operator.is_not, parts, value)) else value
-    return value
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_tensors, value))
-    return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
 
 
 def came_later(names: list[str]) -> InputError:

@@ -42,7 +42,7 @@ _GRAD_FN = _grad_fn.__get__
 
 @contextmanager
 def caught(model: nn.Module) -> Iterator[None]:
-    """Within, a backward of the user's own is traced, or raises TraceError at its line."""
+    """Context in which a backward of the user's own is traced, or raises TraceError at its line."""
     _check_module_hooks(model)
     tracer = _Tracer()
 
@@ -127,7 +127,7 @@ class _Tracer:
     known: dict[Any, _Judgement] = field(default_factory=dict)
 
     def apply(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """In place of a Function's `apply`."""
+        """Stands in for a Function's `apply`."""
         call, operands, numbers = FunctionCall.of(function, args)
         judgement = self.judged(call, operands, numbers)
         if judgement.place is None:
@@ -136,7 +136,7 @@ class _Tracer:
         return custom_calls.rebuilt(_written(judgement.place, operands, numbers), judgement.pattern)
 
     def hook(self, tensor: Tensor, hook: Any) -> _Handle:
-        """In place of `register_hook`: the graph has the operator's result instead of the tensor."""
+        """Stands in for `register_hook`: the graph has the operator's result instead of the tensor."""
         if tensor.is_leaf:
             _refuse(
                 "register_hook on a parameter or input inside forward", "results of operators there", _ONCE
@@ -148,7 +148,7 @@ class _Tracer:
         return _Handle()
 
     def derive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of `autograd.grad`, which is traced like forward, but through no custom backward."""
+        """Stands in for `autograd.grad`, which is traced like forward, but through no custom backward."""
         if function is not torch.autograd.grad:
             _refuse(
                 f"{function.__name__} inside forward",
@@ -167,7 +167,7 @@ class _Tracer:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Within, derivatives that a trace can't follow are refused at their line."""
+        """Context in which derivatives that a trace can't follow are refused at their line."""
         with ExitStack() as patches:
             for entry in ENTRIES:
                 patches.enter_context(entry.replaced(partial(self._enter, entry.now)))
@@ -181,7 +181,7 @@ class _Tracer:
                 ) from cause
 
     def _enter(self, enter: Any, *args: Any) -> Any:
-        """In place of what every transform of torch.func begins with."""
+        """Stands in for what every transform of torch.func begins with."""
         if self.busy:
             return enter(*args)
         raise _outside(calling_line(), "a transform of torch.func inside forward")

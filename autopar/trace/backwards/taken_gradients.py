@@ -45,7 +45,8 @@ def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def followed() -> Iterator[None]:
-    """Within, operators are traced by the parts that autograd sees, and what it has kept is known again."""
+    """Context in which operators are traced by the parts that autograd sees, and what it has kept is known
+    again."""
     traced = proxy_call.now
     made: dict[tuple[Any, int], Tensor] = {}
 
@@ -66,7 +67,7 @@ def followed() -> Iterator[None]:
 
 @contextmanager
 def _kept_as_they_are() -> Iterator[None]:
-    """Within, autograd keeps operands themselves: hooks around the call would give others back."""
+    """Context in which autograd keeps operands themselves: hooks around the call would give others back."""
     hooks = list[Any]()
     while (top := top_saved_hooks(True)) is not None:
         hooks.append(top)

@@ -66,7 +66,7 @@ def source_of(node: fx.Node) -> str:
 
 @contextmanager
 def all_of_forward(boundary: str) -> Iterator[None]:
-    """Within, tracers note all of the user's frames below those of the file `boundary`.
+    """Context in which tracers note all of the user's frames below those of the file `boundary`.
 
     By themselves they note functions that are called forward alone.
     """

@@ -214,7 +214,7 @@ def _ways(
 
 @contextmanager
 def autocast_set(states: Mapping[str, torch.dtype | None]) -> Iterator[None]:
-    """Within, autocast has these states, also for devices that aren't there; without its cache."""
+    """Context in which autocast has these states, also for devices that aren't there; without its cache."""
     before = {device: Autocast.now(device).dtype for device in states}
     cached, kept = torch.is_autocast_cache_enabled(), {key: torch.get_autocast_dtype(key) for key in states}
     try:
@@ -229,7 +229,8 @@ def autocast_set(states: Mapping[str, torch.dtype | None]) -> Iterator[None]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[None]:
-    """Within, nothing is cast on this kind of device: the casts of a program are operators of its own."""
+    """Context in which nothing is cast on this kind of device: the casts of a program are operators of its
+    own."""
     return autocast_set({device: None}) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -247,7 +248,7 @@ def traced_as(device: str) -> str:
 
 @contextmanager
 def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
-    """Within, Python that asks for autocast finds this state, whatever the device that is traced on.
+    """Context in which Python that asks for autocast finds this state, whatever the device that is traced on.
 
     Regions for a device that isn't there, which torch would disable, are those of the traced one, which casts
     nothing by itself where it is the meta device.

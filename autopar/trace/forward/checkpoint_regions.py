@@ -45,7 +45,7 @@ _OFTENER = (
 
 @contextmanager
 def inlined() -> Iterator[Counter[int]]:
-    """Within, checkpointed regions run like any other code, and what is traced of them is marked.
+    """Context in which checkpointed regions run like any other code, and what is traced of them is marked.
 
     Gradients are those of the checkpoint: none where a reentrant one takes no tensor that has one.
     Yields how often backward runs each region again, at least; of a region with others in it 2.
@@ -53,7 +53,7 @@ def inlined() -> Iterator[Counter[int]]:
     numbers, again = itertools.count(1), Counter[int]()
 
     class Reentrant:
-        """In place of torch's autograd function."""
+        """Stands in for torch's autograd function."""
 
         @staticmethod
         def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -65,7 +65,7 @@ def inlined() -> Iterator[Counter[int]]:
                 return function(*args)
 
     def around(*_: Any, **__: Any) -> Iterator[None]:
-        """In place of what the other kind does before and after the region."""
+        """Stands in for what the other kind does before and after the region."""
         with _region(next(numbers), again, runs_again=torch.is_grad_enabled()):
             yield
 

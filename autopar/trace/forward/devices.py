@@ -63,7 +63,7 @@ def on_one_device(run: Callable[[], Result], devices: Sequence[torch.device]) ->
 
 @contextmanager
 def _meta_as_cpu() -> Iterator[None]:
-    """Within, traces take tensors of the meta device for those of a CPU."""
+    """Context in which traces take tensors of the meta device for those of a CPU."""
     describe = described_tensor.now
 
     def described(self: MetaTensorDescriber, tensor: Tensor, **how: Any) -> Any:

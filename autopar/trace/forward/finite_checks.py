@@ -31,7 +31,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The `result` of a check, held to keep its identity, of a `source` as it is in this version."""
+    """A check's `result`, held so that its id stays its own; it is that of this version of `source`."""
 
     result: Tensor
     source: Tensor

@@ -178,7 +178,7 @@ def _entropy() -> Iterator[list[str]]:
 
 @contextmanager
 def _unusual_torch_seed() -> Iterator[None]:
-    """Within, torch's own generator has a seed that no one sets."""
+    """Context in which torch's own generator has a seed that no one sets."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_UNUSUAL_SEED)
     try:

@@ -119,7 +119,7 @@ class _Folding:
             self.reader.check(item, self.constants.value(index.name), length)
 
     def with_constants(self, graph: Graph) -> Graph:
-        """The graph with constants for what it uses of that which was folded."""
+        """The graph with a constant for each folded tensor that it still uses."""
         given = {item.name for item in graph.inputs}
         used = {name for item in graph.operators for name in item.operands} | {*graph.outputs}
         used |= {value for _, value in graph.writes}

@@ -116,7 +116,8 @@ _Type.__module__ = type.__module__
 
 @contextmanager
 def _types_asked() -> Iterator[None]:
-    """Within, modules of users and their libraries find `type` as eager training would have it answer."""
+    """Context in which modules of users and their libraries find `type` as eager training would have it
+    answer."""
     users = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _TRACERS)
     tables = [vars(module) for module in users if isinstance(module, ModuleType)]
     tables = [table for table in tables if "type" not in table]

@@ -128,7 +128,8 @@ def stale(where: str, name: str) -> TraceError:
 
 
 class ByName(TorchFunctionMode):
-    """Within, torch's functions take each of the `known` tensors for what is `held` by its name now."""
+    """Context in which torch's functions take each of the `known` tensors for what is `held` by its name
+    now."""
 
     def __init__(self, known: ModelMemory, held: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -143,7 +144,8 @@ class ByName(TorchFunctionMode):
 
 
 class OthersLearn(TorchFunctionMode):
-    """Within, what requires gradients and isn't `known` as the model's is refused where these would flow."""
+    """Context in which what requires gradients and isn't `known` as the model's is refused where these would
+    flow."""
 
     def __init__(self, known: ModelMemory) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
 
 
 def refuse_sparse_operators(graph: Graph) -> None:
-    """Raise TraceError for an operator that takes or makes a sparse tensor, which none does but products."""
+    """Raise TraceError for an operator that takes or makes a sparse tensor, unless it is a product."""
     for operation in graph.operators:
         names = (*operation.operands, *(name for name in operation.results if name))
         if any(graph.specs[name].layout is not torch.strided for name in names):
@@ -384,7 +384,7 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, the model holds `values` as buffers of these names."""
+    """Context in which the model holds `values` as buffers of these names."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for path, value in values.items():
         owner, _, name = path.rpartition(".")

@@ -53,7 +53,7 @@ class GraphEditor:
         return name
 
     def end(self) -> None:
-        """Let the last operator that was written give the item's results."""
+        """Give the item's name and results to the last operator that was written."""
         self.operators[-1] = replace(self.operators[-1], name=self.item.name, results=self.item.results)
 
     def constant(self, name: str, value: Tensor, exact: Tensor | None = None) -> str:

@@ -64,7 +64,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class NumberKept:
-    """The number of elements that a mask keeps, times a number, and at least another."""
+    """The number of elements that a mask keeps, times a factor, but at least a lower bound."""
 
     mask: str
     times: int = 1
