@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from autopar.core.operator_facts import AttentionArguments, declare
-from autopar.core.placement import Shard
-from autopar.core.score_blocks import ALL, CAUSAL, Band, score_blocks
+from autopar.core.placement import B, Placement, Shard
+from autopar.core.score_blocks import CAUSAL, EVERY_KEY, Band, score_blocks
 from autopar.core.strategy import Option
 from autopar.core.work import Flops, FusedScores, SizedCall
 from autopar.sharding.atoms import Atoms, Relation
@@ -55,7 +55,7 @@ class Attention(Rule):
 
     def band(self, op: Instance) -> Band:
         """The keys that rows see, but for a mask."""
-        return CAUSAL if op["is_causal"] else ALL
+        return CAUSAL if op["is_causal"] else EVERY_KEY
 
     def equation(self, op: Instance) -> Equation:
         result, lead = op.result_shape(), self.lead(op)
@@ -91,7 +91,7 @@ class Attention(Rule):
 
     def in_blocks(self, op: Instance) -> bool:
         """Whether blocks of its scores can be computed apart and merged."""
-        return not op.has("attn_mask") and is_in_blocks(op.arguments, op.specs)
+        return is_in_blocks(op.arguments, op.specs)
 
     def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         depth = super().depth_of(op, equation, factor, atoms)
@@ -122,7 +122,11 @@ class Attention(Rule):
         cut = {atoms.of[op.operands[operand]][rows[operand]] for operand in _KEYS}
         if not self.in_blocks(op) or len(cut) > 1:
             return []
-        return [Option(RING, tuple(map(Shard, rows)), (Shard(rows[0]),))]
+        operands: list[Placement] = [*map(Shard, rows)]
+        if op.has("attn_mask"):
+            labels = self.equation(op).operands[3]
+            operands.append(Shard(labels.index("q")) if "q" in labels else B)
+        return [Option(RING, tuple(operands), (Shard(rows[0]),))]
 
     def lower(self, site: Site) -> Sequence[Any]:
         if site.axes(RING):
@@ -131,7 +135,7 @@ class Attention(Rule):
         if band.hides and site.axes("q") and self.in_blocks(site):
             first, _ = self.rows_at(site, 0, site.coordinate)
             how = first, 0, band.before, band.after, self.scale(site)
-            return (site.call(ROWS, *site.values, *how),)
+            return (site.call(ROWS, *site.values, None, *how),)
         if float(site["dropout_p"]) > 0.0:
             return (self.with_dropout(site),)
         if site["is_causal"] and site.axes("q"):
@@ -163,8 +167,9 @@ class Attention(Rule):
         place = place_along(site, RING)
         band = self.band(site)
         how = site.key(axes), place, starts, stops, owned, band.before, band.after, self.scale(site)
+        values = site.values if site.has("attn_mask") else [*site.values, None]
         shape = *site.emitter.shape(site.values[0])[:-1], site.emitter.shape(site.values[2])[-1]
-        return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*site.values, *how), shape)
+        return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*values, *how), shape)
 
     def is_uneven(self, op: Instance) -> bool:
         return self.band(op).hides
@@ -261,9 +266,9 @@ class BandedAttention(Attention):
 
     def samples(self) -> Iterable[Sample]:
         q, k, v = torch.randn(3, 4, 7, 4), torch.randn(3, 4, 6, 4), torch.randn(3, 4, 6, 3)
-        yield Sample(ROWS, (q, k, v, 0, 0, 2, 0, 0.5))
-        yield Sample(ROWS, (q, k[:, :2], v[:, :2], 0, 0, 1, 2, 0.5))
-        yield Sample(ROWS, (q[0], k[0], v[0], 0, 0, 3, None, 0.5))
+        yield Sample(ROWS, (q, k, v, None, 0, 0, 2, 0, 0.5))
+        yield Sample(ROWS, (q, k[:, :2], v[:, :2], None, 0, 0, 1, 2, 0.5))
+        yield Sample(ROWS, (q[0], k[0], v[0], None, 0, 0, 3, None, 0.5))
 
 
 _CAUSAL = 5  # the position of `is_causal`

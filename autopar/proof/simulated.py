@@ -226,6 +226,10 @@ def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
         seen &= after <= rank["after"]
     groups = query.shape[-3] // key.shape[-3]
     key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    mask = rank["mask"]
+    if mask is not None:  # by torch's kernel: its backward of rows that are hidden as a whole is its own
+        mask = mask & seen if mask.dtype is torch.bool else mask
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=rank["scale"])
     scores = (query @ key.mT * rank["scale"]).masked_fill(~seen, -torch.inf)
     attended: Tensor = torch._safe_softmax(scores, -1) @ value
     return attended

@@ -587,7 +587,7 @@ class Prices(TensorPrices):
         A CPU's transfers keep its cores busy: beside them it computes nothing.
         """
         seconds = [self._around(), self._around() if backward else 0.0]
-        axes = parse_key(args[2])[1]
+        axes = parse_key(args[3])[1]
         for nbytes, calls in hops(query, args):
             hop = self._collective(Collective.SEND_RECV, nbytes, axes) if nbytes else 0.0
             costs = [self.model.cost(call) for call in calls] if self.device.kind != "cpu" else []
