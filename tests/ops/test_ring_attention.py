@@ -152,11 +152,13 @@ def test_keys_travel_beside_a_trained_bias(ranks: int, rows: int) -> None:
     assert report.passed and ways_of(report) == {("ring",)}, report
 
 
-@pytest.mark.parametrize("ways", [["b0", "ring"], ["ring", "b1"], ["q", "ring"], ["ring", "ring"]])
-def test_masks_and_biases_go_with_other_splits(ways: list[str]) -> None:
+@pytest.mark.parametrize(
+    "ways", [["b0", "ring"], ["ring", "b1"], ["q", "ring"], ["ring", "ring"], ["k", "q"], ["k", "k"]]
+)
+def test_masks_and_biases_go_with_other_splits(ways: str) -> None:
     for model, mask in ((Masked(), shown(4, 13)), (Masked(), padding(4, 13)), (Biased(13), None)):
-        report = proved(model, 4, mesh=Mesh((2, 2)), pins=pinned(*ways), mask=mask)
-        assert report.passed and ways_of(report) == {tuple(ways)}, report
+        report = proved(model, 4, mesh=Mesh((2, 2)), pins=pinned(*ways.split()), mask=mask)
+        assert report.passed and ways_of(report) == {tuple(ways.split())}, report
 
 
 def neighbourhood(length: int) -> Tensor:
@@ -181,7 +183,7 @@ def ways_of(report: Report) -> set[tuple[str | None, ...]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long), 8])
-@pytest.mark.parametrize("way", ["ring", "q"])
+@pytest.mark.parametrize("way", ["ring", "q", "k"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_split_sequence_is_serial(ranks: int, way: str, causal: bool) -> None:
     report = proved(Net(causal=causal), ranks, pins=pinned(way))
@@ -189,11 +191,25 @@ def test_a_split_sequence_is_serial(ranks: int, way: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [["b0", "ring"], ["ring", "b0"], ["ring", "ring"], ["q", "ring"], ["ring", "b1"]]
+    "ways",
+    [
+        ["b0", "ring"],
+        ["ring", "b0"],
+        ["ring", "ring"],
+        ["q", "ring"],
+        ["ring", "b1"],
+        ["q", "k"],
+        ["k", "b1"],
+    ],
 )
 def test_a_ring_goes_with_other_splits(ways: list[str]) -> None:
     report = proved(Net(causal=True), 4, mesh=Mesh((2, 2)), pins=pinned(*ways))
     assert report.passed and ways_of(report) == {tuple(ways)}, report
+
+
+def test_keys_of_a_ring_are_not_split_once_more() -> None:
+    with pytest.raises(InputError, match="ring"):
+        proved(Net(causal=True), 4, mesh=Mesh((2, 2)), pins=pinned("ring", "k"))
 
 
 def test_a_ring_goes_with_stages_and_recomputing() -> None:

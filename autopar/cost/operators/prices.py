@@ -33,6 +33,7 @@ from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.collectives.late_gradients import PRODUCTS
+from autopar.runtime.collectives.merged_attention import merged_bytes
 from autopar.sharding.rule import GATHER, Instance, Rule, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.backwards.custom_operator import CUSTOM, call_at
@@ -570,6 +571,11 @@ class Prices(TensorPrices):
             return seconds, seconds if backward else 0.0
         if name == "ring_attention":
             return self._ring(args, spec, backward=backward)
+        if name == "merged_attention":
+            most, added = merged_bytes(spec, args[1])
+            axes = parse_key(args[3])[1]
+            sums = sum(self._collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
+            return self._around() + sums + self._copy(added), 0.0
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
             number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats

@@ -146,10 +146,10 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
     ctx.mark_non_differentiable(output[1])
 
 
-def slopes_by(backward: Any, ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """What `backward` gives of what was saved."""
+def slopes_by(backward: Any, ctx: Any, gradient: Tensor, *, skipped: int = 0) -> tuple[Tensor | None, ...]:
+    """What `backward` gives of what was saved; it takes no arguments that are `skipped`."""
     learns = ctx.needs_input_grad[3]
-    *found, of_mask = backward(gradient, *ctx.saved_tensors, learns, *ctx.arguments)
+    *found, of_mask = backward(gradient, *ctx.saved_tensors, learns, *ctx.arguments[skipped:])
     return (*found, of_mask if learns else None, *(None for _ in ctx.arguments))
 
 
@@ -229,7 +229,8 @@ def block_scratch(query: TensorSpec, key: TensorSpec, value: TensorSpec, rows: i
     return out * (1 + 2 * wider if wider > 1 else 1), query.nbytes + block + sums
 
 
-def _scratch(args: Sequence[Any]) -> tuple[int, int]:
+def row_scratch(args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes that `rows` needs beside operands and results, each way."""
     query, key, value, mask, first, start, *band, _ = args
     blocks = list(blocks_of(query, key, first, start, Band(*band)))
     most = max((block.keys[1] - block.keys[0] for block in blocks), default=0)
@@ -267,4 +268,4 @@ def _scores(call: SizedCall) -> FusedScores:
     return FusedScores(math.prod(q.shape[:-2]), rows, keys, width, v.shape[-1])
 
 
-declare(ROWS, flops=_flops, products=_scores, within=_within, scratch=_scratch)
+declare(ROWS, flops=_flops, products=_scores, within=_within, scratch=row_scratch)
