@@ -8,5 +8,6 @@ whole_model        the serial model for a while, with all of its weights
 saves              a run in a folder, and back
 steps              a training loop that goes on from a save
 run_state          what a save has of a run
+regions            what of an input a rank reads
 sampler            which samples each rank loads
 """
