@@ -75,6 +75,6 @@ def _counted(command: str) -> int:
             where="--devices",
             found=f"{show_value(printed)} and exit code {code} of {show_value(command)}",
             wanted="a command that prints the number of devices",
-            remedy="try it in a shell, as in --devices 'cat devices.txt'",
+            remedy="write one that works in a shell, as --devices 'cat devices.txt'",
         )
     return int(printed)

@@ -32,7 +32,7 @@ def region_of(
             where="region of the parallel module",
             found=f"input {name}",
             wanted=f"one of {', '.join(known) or 'no inputs'}",
-            remedy="positional inputs are input_0, input_1 and so on, those of the loss at their end",
+            remedy="name it as here: positional inputs by their number, those of the loss at their end",
         )
     box = [_hull(item.part.span(dim) for item in parts) for dim in range(len(parts[0].spec.shape))]
     if takes_steps and batch is not None and box:
