@@ -448,7 +448,7 @@ def test_runs_options_go_into_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("autopar.cli.script_run.launch", given.append)
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", given.append)
     words = (*STAGED, "--memory", "1GB", "--no-measure", "--gap", "0.1")
     code, _ = command(capsys, "run", str(TARGETS), *LOCAL, *words, "--rate", "3")
     (script, *own), variables = given[0].command, given[0].variables
@@ -474,7 +474,7 @@ def test_runs_bad_options_are_told_before_anything_starts(
     words: tuple[str, ...],
     found: str,
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     assert found in error_of(capsys, "run", str(TARGETS), *LOCAL, *words)["found"]
 
 
@@ -503,7 +503,7 @@ def test_options_that_are_said_go_before_those_of_the_environment() -> None:
 def test_run_wants_a_script_and_a_cluster_of_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     code, found = command(capsys, "run", str(tmp_path / "none.py"), *LOCAL)
     assert code == 2 and "none.py" in found["error"]["found"]
     cluster = tmp_path / "two.toml"
@@ -530,7 +530,7 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
 def test_an_elastic_run_that_makes_no_sense_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], found: str
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.elastic.run_elastic", lambda *_: pytest.fail("launched"))
     assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]
 
 
@@ -538,7 +538,7 @@ def test_an_elastic_run_has_as_many_ranks_as_it_may_at_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *words: given.append(words))
+    monkeypatch.setattr("autopar.runtime.launch.elastic.run_elastic", lambda *words: given.append(words))
     code, _ = command(capsys, "run", str(TARGETS), "--elastic", "2:3", "--restarts", "4", "--deadline", "9")
     job, elastic = given[0]
     assert code == 0 and job.num_processes == 3 and job.watch.deadline == 9
@@ -561,7 +561,7 @@ def test_a_world_that_is_not_the_promised_one_is_refused(
     words: tuple[str, ...],
     found: str,
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]

@@ -14,6 +14,7 @@ from rich.console import Group
 from autopar import __version__
 from autopar.cli.command import CommandOutput, taking
 from autopar.cli.interrupts import stops_search
+from autopar.cli.script_run import ScriptRun
 from autopar.cluster import ClusterSpec
 from autopar.errors import (
     CheckError,
@@ -449,8 +450,6 @@ def run(
         options["costdb"] = str(Path(options["costdb"]).absolute())
     _check_seconds("--timeout", timeout)
     _check_seconds("--deadline", deadline)
-    from autopar.cli.script_run import ScriptRun
-
     said = ScriptRun(script, arguments or (), cluster, elastic, restarts, devices, timeout, deadline)
     processes = said.start(options, plan)
     return CommandOutput({"script": script, "processes": processes, "exit_code": 0}, "")
