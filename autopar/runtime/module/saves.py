@@ -283,8 +283,7 @@ def on_rank_0(where: str, act: Callable[[], T]) -> T:
 
 @contextmanager
 def _told_by_torch(where: str) -> Iterator[None]:
-    """Context in which what fails on some rank in torch's own saving and loading, and so on all, is an
-    InputError."""
+    """Context in which a failure of torch's own saving and loading is an InputError on all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the serial model's
