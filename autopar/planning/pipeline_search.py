@@ -139,7 +139,21 @@ def decide_all(
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
     whole = WholeBatch(graph_of, counts) if request.mesh is None else None
-    return replace(best, notes=notes, passed=_passed(apart, best, found, left_out, screen.cap), batch=whole)
+    return replace(
+        best,
+        notes=notes,
+        passed=_passed(apart, best, found, left_out, screen.cap),
+        batch=whole,
+        scope=_scope(best) if note else "",
+    )
+
+
+def _scope(decision: MeshDecision) -> str:
+    """The plans that a decision's bound speaks of, in words."""
+    ranks, count = decision.request.pipeline_ranks, decision.request.micro_batches
+    stages = f"of {ranks} pipeline ranks" if ranks > 1 else "without stages"
+    batches = "the whole batch at once" if count == 1 else f"{count} micro-batches"
+    return f"on mesh {decision.request.mesh or decision.problem.mesh}, {stages}, with {batches},"
 
 
 def _passed(

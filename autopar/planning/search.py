@@ -71,6 +71,7 @@ class MeshDecision:
     notes: tuple[str, ...] = ()
     batch: WholeBatch | None = None  # where its number of parts is the search's own
     passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
+    scope: str = ""  # of which plans the bound speaks, if not of all
 
     @property
     def unhindered(self) -> bool:
@@ -208,6 +209,7 @@ def beside(plan: Plan, decision: MeshDecision) -> Plan:
     """The plan with what is known of others beside it."""
     return dataclasses.replace(
         plan,
+        scope=decision.scope,
         notes=(*plan.notes, *decision.notes),
         alternatives=(*plan.alternatives, *(decision.passed if decision.request.alternatives else ())),
     )

@@ -88,7 +88,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> MeshDecision:
         asked.append(request.pipeline_ranks)
         step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks], recomputes=False)
-        nothing: Any = None
+        nothing: Any = SimpleNamespace(mesh=Mesh((4,)))
         return MeshDecision(nothing, step, cluster, request, None)
 
     monkeypatch.setattr(Screen, "choices", choices)
@@ -217,7 +217,7 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
 
 
 def decision_of(stages: int, count: int, seconds: float, *, recomputes: bool = False) -> MeshDecision:
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(mesh=Mesh((4,)))
     step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0, recomputes=recomputes)
     return MeshDecision(nothing, step, CLUSTER, Request(pipeline_ranks=stages, micro_batches=count), None)
 

@@ -140,6 +140,7 @@ class Plan:
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
     moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
     frontier: Frontier | None = None  # what less memory would cost, where that was asked for
+    scope: str = ""  # of which plans the gap speaks, if not of all with these stages and micro-batches
     subject: PlanSubject | None = None  # the model and batch, of a plan that was asked for by itself
 
     @property
@@ -150,6 +151,14 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         return self.program.mesh
+
+    @property
+    def shared_evenly(self) -> float | None:
+        """Seconds of one device's operators by the number of devices: no plan computes in less, but where
+        parts compute faster than the whole. None where one device was not looked at."""
+        if self.serial is None or not self.serial.parts.compute:
+            return None
+        return self.serial.parts.compute / len(self.parameter_bytes)
 
     @property
     def alone(self) -> Alternative | None:
@@ -174,6 +183,8 @@ class Plan:
         return {
             "status": self.status,
             "gap": self.gap,
+            "scope": self.scope,
+            "shared_evenly": self.shared_evenly,
             "subject": str(self.subject) if self.subject else None,
             "cluster": self.cluster,
             "mesh": str(self.mesh),

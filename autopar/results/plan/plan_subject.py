@@ -43,7 +43,7 @@ def subject_of(
         type(model).__name__,
         sum(item.numel() for item in model.parameters()),
         tuple(f"{_name(name)}{_shape(item)}" for name, item in tensors),
-        ", ".join(f"{name}={_word(value)}" for name, value in options.items()),
+        ", ".join(f"{name}={_word(value)}" for name, value in options.items() if name != "costdb"),
         datetime.date.today().isoformat(),
     )
 

@@ -115,9 +115,9 @@ def how_it_ended(status: str, gap: float) -> str:
     return "optimal, " if status == "optimal" and gap_of(gap) == gap_of(0.0) else ""
 
 
-def what_gap_says(gap: float, *, staged: bool) -> str:
+def what_gap_says(gap: float, scope: str = "", *, staged: bool) -> str:
     """The promise that a plan's gap makes, in words."""
     if gap >= NO_BOUND:
         return "no bound was found, so how much faster a plan may be isn't known"
     covered = " (of those that a note names)" if staged else ""
-    return f"by these predictions no plan is faster by more{covered}"
+    return f"by these predictions no plan {scope and scope + ' '}is faster by more{covered}"

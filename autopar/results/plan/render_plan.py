@@ -28,6 +28,7 @@ from autopar.results.progress.wrapped_names import WrappedName
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
+LEAST_TOLD = 0.25  # of the step: a bound of less says nothing
 MOST_NAMED_OFFLOADS = 6  # tensors, the largest
 TAKEN = "this plan"
 SAVED = ("saved", "bytes that a device keeps from forward to backward")
@@ -200,10 +201,22 @@ def _totals(plan: Plan) -> list[RenderableType]:
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
         *_offload(plan),
         f"solver    {how_it_ended(plan.status, plan.gap)}gap {gap_of(plan.gap)}: "
-        f"{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
+        f"{what_gap_says(plan.gap, plan.scope, staged=plan.pipeline.is_staged)}",
+        *_least(plan),
         f"          {plan.sharded_flops_share:.1%} of the {plan.split_unit} are split among devices",
         *trust_lines(plan),
     ]
+
+
+def _least(plan: Plan) -> Iterator[str]:
+    """What bounds plans of all meshes, stages and micro-batches."""
+    least = plan.shared_evenly
+    if least is not None and LEAST_TOLD * plan.step_seconds <= least < plan.step_seconds:
+        more = f"{1 - least / plan.step_seconds:.1%}"
+        yield (
+            f"          whatever the mesh and stages, none is faster by more than {more}: one device's "
+            f"operators, shared evenly, take {show_seconds(least)}"
+        )
 
 
 def _offload(plan: Plan) -> list[str]:

@@ -145,7 +145,8 @@ def key_figures(plan: Plan) -> list[tuple[str, Cell, str]]:
         (
             "Gap",
             share("gap", plan.gap, 2),
-            f"{how_it_ended(plan.status, plan.gap)}{what_gap_says(plan.gap, staged=plan.pipeline.is_staged)}",
+            how_it_ended(plan.status, plan.gap)
+            + what_gap_says(plan.gap, plan.scope, staged=plan.pipeline.is_staged),
         ),
         (
             "Measured",
