@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.proof.declared import verify_operator
     from autopar.results.plan.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.module.pretrained import load_pretrained, save_pretrained
     from autopar.runtime.module.saves import load, save
     from autopar.runtime.module.steps import steps
     from autopar.runtime.module.whole_model import full
@@ -38,12 +39,14 @@ __all__ = [
     "explain",
     "full",
     "load",
+    "load_pretrained",
     "order_vertices",
     "parallelize",
     "plan",
     "register",
     "report",
     "save",
+    "save_pretrained",
     "steps",
     "timeline",
     "verify_operator",
@@ -61,12 +64,14 @@ _MODULE_OF = {
     "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",
     "load": "autopar.runtime.module.saves",
+    "load_pretrained": "autopar.runtime.module.pretrained",
     "order_vertices": "autopar.sharding.vertex_order",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register": "autopar.sharding.declared",
     "report": "autopar.api",
     "save": "autopar.runtime.module.saves",
+    "save_pretrained": "autopar.runtime.module.pretrained",
     "steps": "autopar.runtime.module.steps",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",

@@ -69,6 +69,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.results.explanation.explanation import Explanation
     from autopar.results.plan.announce import Announcer
     from autopar.results.plan.plan import Plan
+    from autopar.results.plan.plan_subject import subject_of
     from autopar.results.progress.notebook_bar import notebook_bar, notebook_bar_of_workers
     from autopar.results.progress.progress_bar import ProgressBar, ProgressLines
     from autopar.results.report.page import PageSupplements, WrittenPage, write_page
@@ -116,6 +117,7 @@ def plan(
     with notebook_bar(progress) as shown:
         planner = Planner(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
         found = planner.find_plan(model, args, kwargs, auto)
+        found = replace(found, subject=subject_of(model, args, kwargs, asked.said))
         if not frontier_seconds:
             return found
         said = {name: value for name, value in options.items() if value is not None}

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+SETTINGS = ROOT / "pyproject.toml"
 PARAMETERS = 8  # a function of more is hard to call
 SEAMS = "torch_seams"  # the room that knows torch's private names
 
@@ -41,7 +42,7 @@ def is_private(name: str) -> bool:
 @cache
 def named_otherwise() -> frozenset[str]:
     """Names that begin with an underscore and aren't private: ATen's operators, and Python's frames."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    settings = tomllib.loads(SETTINGS.read_text())["tool"]["ruff"]["lint"]
     return frozenset((*settings["flake8-self"]["extend-ignore-names"], "_exit", "_replace"))
 
 

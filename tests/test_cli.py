@@ -177,7 +177,7 @@ def test_the_table_goes_to_stdout_and_measuring_fills_the_database(
     assert main(["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path), "--force", "batch"]) == 0
     out, err = capsys.readouterr()
     assert "mesh 2" in out and "batch dim 0" in out and "operator time is 100% measured (± 3%)" in out
-    assert not err
+    assert all(line.startswith("autopar: measuring") for line in err.splitlines())  # on a slow machine
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT count(*) FROM operators").fetchone()[0] > 0
 
@@ -197,9 +197,11 @@ def test_a_plan_with_stages_is_drawn_and_its_timeline_written(
 ) -> None:
     path = tmp_path / "trace.json"
     words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", *STAGED, "--schedule", "1f1b"]
-    assert main([*words, "--trace", str(path)]) == 0
+    assert main([*words, "--trace", str(path), "--draw-schedule"]) == 0
     out = capsys.readouterr().out
     assert "pipeline  2 ranks, 2 stages, 2 micro-batches, 1f1b" in out and "rank 1  " in out
+    assert main(words) == 0
+    assert "rank 1  " not in capsys.readouterr().out
     assert {event["name"] for event in json.loads(path.read_text())["traceEvents"]} >= {"0F0", "1B1"}
     code, found = command(capsys, *words)
     assert code == 0 and found["pipeline"]["starts"][0] == 0
@@ -446,7 +448,7 @@ def test_runs_options_go_into_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("autopar.cli.script_run.launch", given.append)
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", given.append)
     words = (*STAGED, "--memory", "1GB", "--no-measure", "--gap", "0.1")
     code, _ = command(capsys, "run", str(TARGETS), *LOCAL, *words, "--rate", "3")
     (script, *own), variables = given[0].command, given[0].variables
@@ -472,7 +474,7 @@ def test_runs_bad_options_are_told_before_anything_starts(
     words: tuple[str, ...],
     found: str,
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     assert found in error_of(capsys, "run", str(TARGETS), *LOCAL, *words)["found"]
 
 
@@ -501,7 +503,7 @@ def test_options_that_are_said_go_before_those_of_the_environment() -> None:
 def test_run_wants_a_script_and_a_cluster_of_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     code, found = command(capsys, "run", str(tmp_path / "none.py"), *LOCAL)
     assert code == 2 and "none.py" in found["error"]["found"]
     cluster = tmp_path / "two.toml"
@@ -528,7 +530,7 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
 def test_an_elastic_run_that_makes_no_sense_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], found: str
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.elastic.run_elastic", lambda *_: pytest.fail("launched"))
     assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]
 
 
@@ -536,7 +538,7 @@ def test_an_elastic_run_has_as_many_ranks_as_it_may_at_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("autopar.cli.script_run.run_elastic", lambda *words: given.append(words))
+    monkeypatch.setattr("autopar.runtime.launch.elastic.run_elastic", lambda *words: given.append(words))
     code, _ = command(capsys, "run", str(TARGETS), "--elastic", "2:3", "--restarts", "4", "--deadline", "9")
     job, elastic = given[0]
     assert code == 0 and job.num_processes == 3 and job.watch.deadline == 9
@@ -559,7 +561,7 @@ def test_a_world_that_is_not_the_promised_one_is_refused(
     words: tuple[str, ...],
     found: str,
 ) -> None:
-    monkeypatch.setattr("autopar.cli.script_run.launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch", lambda _: pytest.fail("launched"))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert found in error_of(capsys, "run", str(TARGETS), *words)["found"]

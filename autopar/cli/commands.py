@@ -14,6 +14,7 @@ from rich.console import Group
 from autopar import __version__
 from autopar.cli.command import CommandOutput, taking
 from autopar.cli.interrupts import stops_search
+from autopar.cli.script_run import ScriptRun
 from autopar.cluster import ClusterSpec
 from autopar.errors import (
     CheckError,
@@ -61,6 +62,9 @@ def autopar(
     """Auto-parallelization of PyTorch models."""
 
 
+DrawSchedule = Annotated[
+    bool, typer.Option("--draw-schedule", help="Draw what each pipeline rank does over the step.")
+]
 TraceFile = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="Write the step over time, for trace viewers.")
 ]
@@ -72,6 +76,7 @@ def plan(
     target: TargetName,
     cluster: Cluster,
     trace: TraceFile = None,
+    draw_schedule: DrawSchedule = False,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Save the plan, for parallelize(plan=FILE)."),
@@ -122,7 +127,7 @@ def plan(
     if output:
         found.save(output)
     _write_trace(found, trace)
-    return _shown(found)
+    return _shown(found, schedule=draw_schedule)
 
 
 def _write_trace(found: Plan, path: str | None) -> None:
@@ -145,12 +150,12 @@ def _refuse_for_range(**said: str | float | None) -> None:
         )
 
 
-def _shown(found: Plan) -> CommandOutput:
-    """A plan, with the picture of its stages if it has any."""
+def _shown(found: Plan, *, schedule: bool) -> CommandOutput:
+    """A plan, and with `schedule` the picture of its stages if it has any."""
     from autopar.results.plan.draw_timeline import timeline_text
     from autopar.results.plan.render_plan import render
 
-    if not found.pipeline.is_staged:
+    if not (schedule and found.pipeline.is_staged):
         return CommandOutput(found.as_dict(), render(found))
     from autopar import api  # which takes seconds to import
 
@@ -169,6 +174,7 @@ def show(
         bool, typer.Option("--schema", help="Print the JSON Schema of plan files instead.")
     ] = False,
     trace: TraceFile = None,
+    draw_schedule: DrawSchedule = False,
     as_json: AsJson = False,
 ) -> CommandOutput:
     """Print a saved plan."""
@@ -188,7 +194,7 @@ def show(
         )
     found = Plan.load(plan)
     _write_trace(found, trace)
-    return _shown(found)
+    return _shown(found, schedule=draw_schedule)
 
 
 @app.command()
@@ -444,8 +450,6 @@ def run(
         options["costdb"] = str(Path(options["costdb"]).absolute())
     _check_seconds("--timeout", timeout)
     _check_seconds("--deadline", deadline)
-    from autopar.cli.script_run import ScriptRun
-
     said = ScriptRun(script, arguments or (), cluster, elastic, restarts, devices, timeout, deadline)
     processes = said.start(options, plan)
     return CommandOutput({"script": script, "processes": processes, "exit_code": 0}, "")

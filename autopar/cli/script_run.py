@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cluster import ClusterSpec
+from autopar.core.elastic_bounds import RESTARTS, Elastic
 from autopar.core.promised_world import PromisedNodes, promised_nodes, promised_rank
 from autopar.errors import InputError
 from autopar.planning.asked.option_environment import settle, write
-from autopar.planning.asked.request import request_of
-from autopar.planning.given_plan import write_plan_to_run
-from autopar.runtime.launch.elastic import RESTARTS, Elastic, run_elastic
-from autopar.runtime.launch.launch import Launch, launch, require_script
-from autopar.runtime.launch.watch import WatchOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +36,12 @@ class ScriptRun:
         self._refuse_inside_a_world()
         _refuse_elastic_nodes(bounds, nodes)
         asked, spec = settle(**options), self._spec(bounds, nodes)
+        from autopar.planning.asked.request import request_of
+        from autopar.planning.given_plan import write_plan_to_run
+        from autopar.runtime.launch import elastic as again
+        from autopar.runtime.launch import launch as once
+        from autopar.runtime.launch.watch import WatchOptions
+
         spec.check_local()
         request_of(asked, _whole(spec, nodes))
         variables = write(options)
@@ -47,13 +49,13 @@ class ScriptRun:
             _refuse_plan(bounds)
             said = [name for name, word in options.items() if word is not None]
             variables |= write_plan_to_run(plan, spec, said)
-        require_script(self.script)
+        once.require_script(self.script)
         watch = WatchOptions(timeout=self.timeout, deadline=self.deadline)
-        job = Launch([self.script, *self.arguments], spec.num_devices, variables, watch, nodes=nodes)
+        job = once.Launch([self.script, *self.arguments], spec.num_devices, variables, watch, nodes=nodes)
         if bounds is None:
-            launch(job)
+            once.launch(job)
         else:
-            run_elastic(job, bounds)
+            again.run_elastic(job, bounds)
         return spec.num_devices
 
     def _bounds(self) -> Elastic | None:

@@ -27,6 +27,7 @@ cutting       where samples lie in a call, and what parts of a batch count
 structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
 slurm         the variables of a task under SLURM, as torchrun's
+elastic_bounds   least and most ranks of a run that is started again
 promised_world   ranks and nodes that a cluster's variables promise
 version       the version of autopar
 uncollected   planning and importing without the garbage collector

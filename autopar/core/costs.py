@@ -70,14 +70,15 @@ def refuse_bad(where: str, **costs: object) -> None:
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """Seconds of one local operator call; `measured` is false for an estimate, which may be `interpolated`:
-    made of what the same operator took on other sizes. `noise` is the standard error of what is measured,
-    relative."""
+    made of what the same operator took on other sizes. Of what is measured `noise` is the standard error and
+    `scatter` how far half of the laps lie from the median, both relative."""
 
     forward_seconds: float
     backward_seconds: float
     measured: bool
     interpolated: bool = False
     noise: float = 0.0
+    scatter: float = 0.0
 
     def __post_init__(self) -> None:
         refuse_bad("operator cost", forward=self.forward_seconds, backward=self.backward_seconds)

@@ -38,12 +38,12 @@ class Part:
 
     def span(self, dim: int) -> range:
         """The smallest range of `dim`'s rows that covers the rank's."""
-        rows = self._indices(dim)
+        rows = self.indices(dim)
         return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
 
     def lies_in(self, dim: int, rows: range) -> bool:
         """Whether the rank's rows of `dim` are exactly `rows`."""
-        mine = self._indices(dim)
+        mine = self.indices(dim)
         return len(mine) == len(rows) and torch.equal(mine, torch.arange(rows.start, rows.stop))
 
     def within(self, rows: range) -> Part | None:
@@ -55,7 +55,7 @@ class Part:
         first = span.start - rows.start
         return Part(((len(rows),), *self.atoms[1:]), (((first, first + len(span)),), *self.rows[1:]))
 
-    def _indices(self, dim: int) -> Tensor:
+    def indices(self, dim: int) -> Tensor:
         """The rows of `dim` that the rank owns, ascending."""
         rows = torch.arange(math.prod(self.atoms[dim]))
         return Part((self.atoms[dim],), (self.rows[dim],)).take(rows)

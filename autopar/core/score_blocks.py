@@ -52,7 +52,7 @@ class Band:
         return (first, last) if first < last else (start, start)
 
 
-CAUSAL, ALL = Band(after=0), Band()
+CAUSAL, EVERY_KEY = Band(after=0), Band()
 
 
 @dataclass(frozen=True, slots=True)

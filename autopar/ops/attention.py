@@ -2,8 +2,9 @@
 
     "b h q e., b h k. e., b h k. v -> b h q v"       softmax(q kᵀ scale + mask) v
 
-Keys are whole, or split as the queries are: one more option, *ring*, whose operator brings the parts
-together block by block (`autopar.runtime.collectives.ring_attention`). With grouped queries, heads =
+Keys are whole; or split as the queries are, *ring*, whose operator brings the parts together block by block
+(`autopar.runtime.collectives.ring_attention`); or split alone, *k*, as where a few queries see many keys, and
+results are merged (`autopar.runtime.collectives.merged_attention`). With grouped queries, heads =
 (key heads, queries of each): sharded on the outer atom the keys go along, on the inner one every rank takes
 all keys. Causal rows of a rank are a rectangle and a triangle of scores. With dropout, and where keys are of
 fewer samples or heads, the mask of these rows is written out and keys stay whole; dropout is decomposed as
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from autopar.core.operator_facts import AttentionArguments, declare
-from autopar.core.placement import Shard
-from autopar.core.score_blocks import ALL, CAUSAL, Band, score_blocks
-from autopar.core.strategy import Option
+from autopar.core.placement import B, Placement, R, Shard
+from autopar.core.score_blocks import CAUSAL, EVERY_KEY, Band, score_blocks
+from autopar.core.strategy import Option, Strategy
 from autopar.core.work import Flops, FusedScores, SizedCall
 from autopar.sharding.atoms import Atoms, Relation
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.halo import place_along, places_along
-from autopar.sharding.needed_rows import RING
+from autopar.sharding.needed_rows import KEYS, RING
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.trace.attention.row_attention import ROWS, is_grouped, is_in_blocks
 
@@ -55,7 +56,7 @@ class Attention(Rule):
 
     def band(self, op: Instance) -> Band:
         """The keys that rows see, but for a mask."""
-        return CAUSAL if op["is_causal"] else ALL
+        return CAUSAL if op["is_causal"] else EVERY_KEY
 
     def equation(self, op: Instance) -> Equation:
         result, lead = op.result_shape(), self.lead(op)
@@ -91,14 +92,14 @@ class Attention(Rule):
 
     def in_blocks(self, op: Instance) -> bool:
         """Whether blocks of its scores can be computed apart and merged."""
-        return not op.has("attn_mask") and is_in_blocks(op.arguments, op.specs)
+        return is_in_blocks(op.arguments, op.specs)
 
     def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         depth = super().depth_of(op, equation, factor, atoms)
         return min(depth, 1) if factor == "q" else depth  # a rank's rows are one range
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
-        found = [*super().options(op, atoms), *self.ring(op, atoms)]
+        found = [*super().options(op, atoms), *self.by_keys(op, atoms)]
         if not self.grouped(op):
             return found
         at, heads = len(op.shape(0)) - 3, self.lead(op)[-1]
@@ -116,22 +117,35 @@ class Attention(Rule):
                 kept.append(Option(option.factor, operands, option.results))
         return kept
 
-    def ring(self, op: Instance, atoms: Atoms) -> list[Option]:
-        """Queries, keys and values split along their rows."""
+    def by_keys(self, op: Instance, atoms: Atoms) -> list[Option]:
+        """Keys and values split along their rows, with queries or without."""
         rows = [len(op.shape(operand)) - 2 for operand in range(3)]
         cut = {atoms.of[op.operands[operand]][rows[operand]] for operand in _KEYS}
         if not self.in_blocks(op) or len(cut) > 1:
             return []
-        return [Option(RING, tuple(map(Shard, rows)), (Shard(rows[0]),))]
+        query, *keys = map(Shard, rows)
+        mask: list[Placement] = []
+        if op.has("attn_mask"):
+            labels = self.equation(op).operands[3]
+            mask.append(Shard(labels.index("q")) if "q" in labels else B)
+        return [
+            Option(RING, (query, *keys, *mask), (query,)),
+            Option(KEYS, (B, *keys, *[B for _ in mask]), (R,)),
+        ]
+
+    def fits(self, strategy: Strategy) -> bool:
+        return not {RING, KEYS} <= {option.factor for option in strategy}  # of a ring all keys come by
 
     def lower(self, site: Site) -> Sequence[Any]:
         if site.axes(RING):
             return (self.by_ring(site),)
+        if site.axes(KEYS):
+            return (self.merged(site),)
         band = self.band(site)
         if band.hides and site.axes("q") and self.in_blocks(site):
             first, _ = self.rows_at(site, 0, site.coordinate)
             how = first, 0, band.before, band.after, self.scale(site)
-            return (site.call(ROWS, *site.values, *how),)
+            return (site.call(ROWS, *site.values, None, *how),)
         if float(site["dropout_p"]) > 0.0:
             return (self.with_dropout(site),)
         if site["is_causal"] and site.axes("q"):
@@ -139,7 +153,7 @@ class Attention(Rule):
         return (site.local_call(),)
 
     def reads_position(self, op: Instance, factor: str) -> bool:
-        return self.band(op).hides and factor in ("q", RING)
+        return self.band(op).hides and factor in ("q", RING, KEYS)
 
     def scale(self, site: Site) -> float:
         return 1.0 / math.sqrt(site.shape(0)[-1]) if site["scale"] is None else float(site["scale"])
@@ -163,18 +177,28 @@ class Attention(Rule):
         place = place_along(site, RING)
         band = self.band(site)
         how = site.key(axes), place, starts, stops, owned, band.before, band.after, self.scale(site)
+        values = site.values if site.has("attn_mask") else [*site.values, None]
         shape = *site.emitter.shape(site.values[0])[:-1], site.emitter.shape(site.values[2])[-1]
-        return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*site.values, *how), shape)
+        return site.emitter.collective(torch.ops.autopar.ring_attention.default, (*values, *how), shape)
+
+    def merged(self, site: Site) -> Handle:
+        values, band = site.values if site.has("attn_mask") else [*site.values, None], self.band(site)
+        first, start = (self.rows_at(site, operand, site.coordinate)[0] for operand in (0, 1))
+        how = site.key(site.axes(KEYS)), first, start, band.before, band.after, self.scale(site)
+        shape = *site.emitter.shape(site.values[0])[:-1], site.emitter.shape(site.values[2])[-1]
+        return site.emitter.collective(torch.ops.autopar.merged_attention.default, (*values, *how), shape)
 
     def is_uneven(self, op: Instance) -> bool:
         return self.band(op).hides
 
     def fullest(self, site: Site) -> tuple[int, ...]:
         """The rank whose rows see the most keys."""
-        axes, keys, band = site.sharding_axes("q", RING), (0, site.shape(1)[-2]), self.band(site)
+        axes, band = site.sharding_axes("q", RING, KEYS), self.band(site)
 
         def scores(coordinate: tuple[int, ...]) -> int:
-            return sum(block.scores for block in score_blocks(self.rows_at(site, 0, coordinate), keys, band))
+            keys = self.rows_at(site, 1, coordinate) if site.axes(KEYS) else (0, site.shape(1)[-2])
+            blocks = score_blocks(self.rows_at(site, 0, coordinate), keys, band)
+            return sum(block.scores for block in blocks)
 
         sizes = (range(size if axis in axes else 1) for axis, size in enumerate(site.mesh_shape))
         return max(itertools.product(*sizes), key=scores)
@@ -256,14 +280,14 @@ class BandedAttention(Attention):
         return Band(op["before"], op["after"])
 
     def lower(self, site: Site) -> Sequence[Any]:
-        split = site.axes(RING) or site.axes("q")
-        return super().lower(site) if split else (site.local_call(),)
+        split = [site.axes(factor) for factor in ("q", RING, KEYS)]
+        return super().lower(site) if any(split) else (site.local_call(),)
 
     def samples(self) -> Iterable[Sample]:
         q, k, v = torch.randn(3, 4, 7, 4), torch.randn(3, 4, 6, 4), torch.randn(3, 4, 6, 3)
-        yield Sample(ROWS, (q, k, v, 0, 0, 2, 0, 0.5))
-        yield Sample(ROWS, (q, k[:, :2], v[:, :2], 0, 0, 1, 2, 0.5))
-        yield Sample(ROWS, (q[0], k[0], v[0], 0, 0, 3, None, 0.5))
+        yield Sample(ROWS, (q, k, v, None, 0, 0, 2, 0, 0.5))
+        yield Sample(ROWS, (q, k[:, :2], v[:, :2], None, 0, 0, 1, 2, 0.5))
+        yield Sample(ROWS, (q[0], k[0], v[0], None, 0, 0, 3, None, 0.5))
 
 
 _CAUSAL = 5  # the position of `is_causal`

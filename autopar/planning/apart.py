@@ -37,10 +37,11 @@ SURE = 2.0  # standard errors of what is told apart: 19 times in 20 it is rightl
 IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed over that promises more
 
 
-def error_of(measured_share: float, interpolated_share: float = 0.0) -> float:
-    """Least relative difference of predicted seconds that tells two steps apart, by the shares that are
-    measured and interpolated."""
-    return measured_share * MEASURED + _guessed(measured_share, interpolated_share)
+def error_of(measured_share: float, interpolated_share: float = 0.0, scatter: float = 0.0) -> float:
+    """Least relative difference of predicted seconds that tells two steps apart.
+
+    It follows from the shares that are measured, whose laps `scatter`, and interpolated."""
+    return measured_share * max(MEASURED, scatter) + _guessed(measured_share, interpolated_share)
 
 
 def _guessed(measured_share: float, interpolated_share: float) -> float:
@@ -60,6 +61,17 @@ def interpolated_share(priced: PricedProgram) -> float:
     found = priced.operator_prices
     compute = sum(each.compute for each in found)
     return sum(each.interpolated_seconds for each in found) / compute if compute else 0.0
+
+
+def scatter_of(priced: PricedProgram) -> float:
+    """How far half of the laps of what is measured lie from their medians, relatively, by their seconds."""
+    seconds = total = 0.0
+    for call in (call for price in priced.operator_prices for call in price.calls):
+        cost = priced.prices.model.cost(call)
+        if cost.measured:
+            own = cost.forward_seconds + cost.backward_seconds
+            seconds, total = seconds + own, total + own * cost.scatter
+    return total / seconds if seconds else 0.0
 
 
 def margin(priced: PricedProgram, other: PricedProgram) -> float:

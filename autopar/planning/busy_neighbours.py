@@ -9,6 +9,7 @@ nothing: its core is free then, as if the machine had none.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
@@ -27,7 +28,23 @@ from autopar.cost.machine.model import co_running, setting_of
 from autopar.planning.agree import packed, unpacked
 
 READY = b"!"
+BUSY = 0.5  # other processes a core, from which on measurements are noted as slow
 Process = subprocess.Popen[bytes]
+
+
+def load_of_others() -> float:
+    """Processes that ran or waited for each core over the last minute, before this one does its work."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
+def load_notes(load: float) -> tuple[str, ...]:
+    """A note on a machine whose cores others kept busy by that load before anything was measured."""
+    if load < BUSY:
+        return ()
+    return (
+        f"this machine was busy with {load:.1f} other processes a core: what was measured meanwhile is "
+        "slower than on a quiet one, where another database can be measured (--costdb)",
+    )
 
 
 @contextmanager

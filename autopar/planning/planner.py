@@ -35,7 +35,7 @@ from autopar.errors import (
 )
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.asked.request import Auto, Request
-from autopar.planning.busy_neighbours import busy_neighbours
+from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
@@ -78,6 +78,7 @@ class Planner:
 
         No ranks run here that could measure along. All of it, tracing too, is within the time limit.
         """
+        others = load_of_others() if self.request.measure else 0.0
         with (
             self.watched() as watch,
             busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners,
@@ -94,7 +95,8 @@ class Planner:
                 found = self.find(graph, self.request, co_runners, deadline=deadline)
                 check_lengths(parts, found)
         stopped = (STOPPED,) if watch.is_stopped else ()
-        return replace(found, notes=(*found.notes, *weight_notes(model), *stopped))
+        busy = load_notes(others) if found.measured_share else ()
+        return replace(found, notes=(*found.notes, *busy, *weight_notes(model), *stopped))
 
     @contextmanager
     def watched(self) -> Iterator[SearchWatch]:

@@ -20,7 +20,7 @@ from autopar.cost.program.gathering import regathers
 from autopar.cost.program.moments import moments
 from autopar.cost.program.offload import offloaded, wait_seconds
 from autopar.cost.program.values import Values
-from autopar.planning.apart import error_of, interpolated_share, measured_share
+from autopar.planning.apart import error_of, interpolated_share, measured_share, scatter_of
 from autopar.planning.asked.request import Request
 from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
@@ -83,6 +83,7 @@ def report(
         )
     compute = sum(layer.compute for layer in layers)
     measured, between = measured_share(priced), interpolated_share(priced)
+    scatter = scatter_of(priced)
     pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
@@ -105,7 +106,8 @@ def report(
         memory_cap=cap,
         measured_share=measured,
         interpolated_share=between,
-        error=error_of(measured, between),
+        scatter=scatter,
+        error=error_of(measured, between, scatter),
         sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
         gathered_ops=tuple(
             f"{item.name} ({title_of(item.target, item.args)})"

@@ -58,6 +58,22 @@ TRANSPOSED = {
 }
 
 
+REPLICATED = {"merged_attention"}  # operators, no moves, that give what is Replicate
+
+
+class _Shared(torch.autograd.Function):
+    """A Replicate result, each rank's whole gradient of which is one and the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
 class _Typed(torch.autograd.Function):
     """A move whose gradient is the transposed move: that of a Replicate tensor is whole on each rank."""
 
@@ -79,7 +95,11 @@ def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 
     Only so does P -> R where P -> B is meant, or a Replicate operand left unconverted, show.
     """
-    if schema_of(target).name.removeprefix("autopar::") not in TRANSPOSED:
+    name = schema_of(target).name.removeprefix("autopar::")
+    if name in REPLICATED:
+        shared: Any = _Shared.apply
+        return [shared(result, len(calls)) for result in simulate(target, calls)]
+    if name not in TRANSPOSED:
         return simulate(target, calls)
     apply: Any = _Typed.apply  # ships without types
     return list(apply(target, calls, *(call[0][0] for call in calls)))
@@ -215,9 +235,14 @@ def _ring_attention(ranks: Sequence[Arguments]) -> list[Tensor]:
     return [_attended(rank, key, value) for rank in ranks]
 
 
+def _merged_attention(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """All keys for each rank, which has the same queries as the others."""
+    return _ring_attention([dict(rank) | {"place": 0, "starts": [rank["first"]]} for rank in ranks])
+
+
 def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
-    query, place = rank["query"], rank["place"]
-    rows = torch.arange(rank["starts"][place], rank["stops"][place], device=query.device)
+    query, first = rank["query"], rank["starts"][rank["place"]]
+    rows = torch.arange(first, first + query.shape[-2], device=query.device)
     after = torch.arange(key.shape[-2], device=query.device) - rows.unsqueeze(-1)  # of a key, from the row on
     seen = torch.ones_like(after, dtype=torch.bool)
     if rank["before"] is not None:
@@ -226,6 +251,10 @@ def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
         seen &= after <= rank["after"]
     groups = query.shape[-3] // key.shape[-3]
     key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    mask = rank["mask"]
+    if mask is not None:  # by torch's kernel: its backward of rows that are hidden as a whole is its own
+        mask = mask & seen if mask.dtype is torch.bool else mask
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=rank["scale"])
     scores = (query @ key.mT * rank["scale"]).masked_fill(~seen, -torch.inf)
     attended: Tensor = torch._safe_softmax(scores, -1) @ value
     return attended
@@ -298,6 +327,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "convolution": _convolution,
     "batch_norm": _batch_norm,
     "ring_attention": _ring_attention,
+    "merged_attention": _merged_attention,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

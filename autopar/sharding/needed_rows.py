@@ -24,6 +24,7 @@ from autopar.core.placement import Shard
 from autopar.sharding.rule import Handle, Site
 
 NEEDED = "r"  # the factor of which each rank fetches the rows that it reads
+KEYS = "k"  # the factor of keys that are split alone, of which each rank's results are merged
 RING = "ring"  # the factor of queries and keys that are split alike: the keys of all come to each rank
 FETCHED = frozenset((NEEDED, RING))  # ranks have rows of others by them: samples along them aren't apart
 Made = TypeVar("Made")

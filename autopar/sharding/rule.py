@@ -310,6 +310,10 @@ class Rule(ABC):
                 found.append(sharded_option(equation, factor, atom))
         return found
 
+    def fits(self, strategy: Strategy) -> bool:
+        """Whether the operator runs with these options on several axes at once."""
+        return True
+
     def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         """How many atoms of `factor` can be sharded: those on which all its dims agree."""
         if equation.kind(factor) is Kind.WINDOWED:

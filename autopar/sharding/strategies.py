@@ -110,7 +110,7 @@ def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:
         for index, name in enumerate(operation.results)
         if name is not None
     )
-    return all(operands) and all(results)
+    return all(operands) and all(results) and rule_of(operation).fits(strategy)
 
 
 def strategies_of(operation: Operator, dims: Dims) -> tuple[Strategy, ...]:

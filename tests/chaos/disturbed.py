@@ -94,7 +94,7 @@ def disturb(case: Case, folder: Path, seed: Path, undisturbed: Sequence[float]) 
         faults.append("the fault never came")
         return Outcome(case, time.time() - begin, math.nan, 0, (), tuple(faults))
     at = float((folder / "fault").read_text())
-    made = max((row[0] for row in rows if row[3] < at), default=0)
+    made = max((row[0] for row in rows if row[3] < at), default=STEPS)
     after = [row for row in rows if row[3] > at + FINISHING_SECONDS and row[0] <= made + 1]
     back = min((row[3] for row in after), default=math.nan) - at
     again = len(rows) - len({row[0] for row in rows})

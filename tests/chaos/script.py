@@ -93,7 +93,7 @@ torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)).double()
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(*(torch.randn(96, size, generator=generator).double() for size in (8, 4)))
-many = {"stages": STAGES, "micro_batches": 2} if STAGES > 1 else {}
+many = {"stages": STAGES, "micro_batches": 2} if STAGES > 1 else {"force": "batch"}
 parallel = autopar.parallelize(
     model,
     autopar.ClusterSpec.detect(),
@@ -102,7 +102,7 @@ parallel = autopar.parallelize(
     timeout=timedelta(seconds=40),
     measure=False,
     quiet=True,
-    **many,  # type: ignore[arg-type]
+    **many,
 )
 optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
 if MOMENT == "optimizer":
@@ -118,7 +118,7 @@ for x, y in steps:
     else:
         loss = parallel(x, y)
         loss.backward()
-    if MOMENT == "sums" and steps.step >= STEP:
+    if MOMENT in ("backward", "sums") and steps.step >= STEP:
         fault()  # a plan without sums, as of two stages
     optimizer.step()
     if os.environ["RANK"] == "0":

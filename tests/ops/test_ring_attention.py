@@ -18,6 +18,7 @@ from autopar.core.recompute import Recompute
 from autopar.errors import InputError
 from autopar.planning.asked.request import Request
 from autopar.proof.check import Report, check
+from autopar.trace.attention.row_attention import ROWS
 from autopar.trace.target import Target
 from costdb.database import Database
 
@@ -71,9 +72,12 @@ class Net(nn.Module):
         return y
 
 
-def proved(model: nn.Module, ranks: int, *, length: int = 13, **request: Any) -> Report:
+def proved(
+    model: nn.Module, ranks: int, *, length: int = 13, mask: Tensor | None = None, **request: Any
+) -> Report:
     torch.manual_seed(0)
-    inputs = (torch.randn(4, length, 8),)
+    x = torch.randn(4, length, 8)
+    inputs = (x,) if mask is None else (x, mask)
     target = Target(model, inputs, {}, lambda y: y.square().mean(), "")
     asked = Request(measure=False, alternatives=False, **request)
     with Database.in_memory(autopar.__file__) as database:
@@ -89,6 +93,72 @@ def window(length: int) -> Tensor:
     """The last four keys, a row's own among them."""
     after = torch.arange(length) - torch.arange(length)[:, None]
     return (after <= 0) & (after > -4)
+
+
+def shown(batch: int, length: int) -> Tensor:
+    """Packed documents, each of which sees what comes before in itself, and a sample with padding."""
+    document = torch.arange(length).div(4, rounding_mode="floor")
+    seen = (document == document[:, None]).tril().expand(batch, 1, -1, -1).clone()
+    seen[-1, ..., -3:] = False
+    return seen
+
+
+def hiding(batch: int, length: int) -> Tensor:
+    """What hides by the least float, rows that lie in the padding as a whole."""
+    hidden = torch.zeros(batch, 1, length, length)
+    hidden[0, ..., length - 4 :] = hidden[0, :, length - 4 :] = torch.finfo(torch.float32).min
+    return hidden
+
+
+def padding(batch: int, length: int) -> Tensor:
+    """The keys of each sample, alike for all rows."""
+    lengths = torch.arange(batch) + length - batch
+    return (torch.arange(length) < lengths[:, None])[:, None, None]
+
+
+class Masked(Net):
+    """Under a mask that the caller gives."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            block.mask = lambda length: mask
+        return super().forward(x)
+
+
+class Biased(Net):
+    """With a trained bias for each head, of rows and keys or of keys alone."""
+
+    def __init__(self, rows: int, **block: Any) -> None:
+        super().__init__(**block)
+        self.bias = nn.Parameter(torch.randn(4, rows, 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.mask = lambda length: self.bias
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("mask", [shown, hiding, padding])
+def test_keys_travel_under_a_mask(ranks: int, mask: Callable[[int, int], Tensor]) -> None:
+    report = proved(Masked(), ranks, pins=pinned("ring"), mask=mask(4, 13))
+    assert report.passed and ways_of(report) == {("ring",)}, report
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_keys_travel_beside_a_trained_bias(ranks: int, rows: int) -> None:
+    report = proved(Biased(rows), ranks, pins=pinned("ring"))
+    assert report.passed and ways_of(report) == {("ring",)}, report
+
+
+@pytest.mark.parametrize(
+    "ways", [["b0", "ring"], ["ring", "b1"], ["q", "ring"], ["ring", "ring"], ["k", "q"], ["k", "k"]]
+)
+def test_masks_and_biases_go_with_other_splits(ways: str) -> None:
+    for model, mask in ((Masked(), shown(4, 13)), (Masked(), padding(4, 13)), (Biased(13), None)):
+        report = proved(model, 4, mesh=Mesh((2, 2)), pins=pinned(*ways.split()), mask=mask)
+        assert report.passed and ways_of(report) == {tuple(ways.split())}, report
 
 
 def neighbourhood(length: int) -> Tensor:
@@ -113,7 +183,7 @@ def ways_of(report: Report) -> set[tuple[str | None, ...]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long), 8])
-@pytest.mark.parametrize("way", ["ring", "q"])
+@pytest.mark.parametrize("way", ["ring", "q", "k"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_split_sequence_is_serial(ranks: int, way: str, causal: bool) -> None:
     report = proved(Net(causal=causal), ranks, pins=pinned(way))
@@ -121,11 +191,25 @@ def test_a_split_sequence_is_serial(ranks: int, way: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [["b0", "ring"], ["ring", "b0"], ["ring", "ring"], ["q", "ring"], ["ring", "b1"]]
+    "ways",
+    [
+        ["b0", "ring"],
+        ["ring", "b0"],
+        ["ring", "ring"],
+        ["q", "ring"],
+        ["ring", "b1"],
+        ["q", "k"],
+        ["k", "b1"],
+    ],
 )
 def test_a_ring_goes_with_other_splits(ways: list[str]) -> None:
     report = proved(Net(causal=True), 4, mesh=Mesh((2, 2)), pins=pinned(*ways))
     assert report.passed and ways_of(report) == {tuple(ways)}, report
+
+
+def test_keys_of_a_ring_are_not_split_once_more() -> None:
+    with pytest.raises(InputError, match="ring"):
+        proved(Net(causal=True), 4, mesh=Mesh((2, 2)), pins=pinned("ring", "k"))
 
 
 def test_a_ring_goes_with_stages_and_recomputing() -> None:
@@ -148,9 +232,8 @@ def test_a_token_moves_no_earlier_ones(causal: bool) -> None:
     query, key, value = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
 
     def out(key: Tensor) -> Tensor:
-        rows = torch.ops.autopar_attention.rows.default
         parts = (
-            rows(query[:, :, a:b], key, value, a, 0, None, 0 if causal else None, 0.5)
+            ROWS(query[:, :, a:b], key, value, None, a, 0, None, 0 if causal else None, 0.5)
             for a, b in ((0, 4), (4, 9))
         )
         return torch.cat(list(parts), 2)
@@ -159,3 +242,22 @@ def test_a_token_moves_no_earlier_ones(causal: bool) -> None:
     other[:, :, 6] += 1
     moved = (out(key) != out(other)).any(-1).any(1).flatten().tolist()
     assert moved == [row >= 6 or not causal for row in range(9)]
+
+
+def test_a_token_moves_no_other_document() -> None:
+    """Nor any earlier row of its own."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 13, 4, dtype=torch.float64) for _ in range(3))
+    mask, token = shown(2, 13), 5
+
+    def out(key: Tensor) -> Tensor:
+        parts = (
+            ROWS(query[:, :, a:b], key, value, mask[:, :, a:b], a, 0, None, None, 0.5)
+            for a, b in ((0, 6), (6, 13))
+        )
+        return torch.cat(list(parts), 2)
+
+    other = key.clone()
+    other[:, :, token] += 1
+    moved = (out(key) != out(other)).any(-1).any(1).any(0).flatten().tolist()
+    assert moved == [row // 4 == token // 4 and row >= token for row in range(13)]

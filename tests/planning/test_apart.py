@@ -13,7 +13,7 @@ from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
-from autopar.planning.apart import MEASURED, SURE, margin, noise
+from autopar.planning.apart import MEASURED, SURE, error_of, margin, noise, scatter_of
 from costdb.measurement import ERROR_OF_MEDIAN, IQR, Measurement
 
 TOY = DeviceModel("cpu", "cpu", ((torch.float32, 1.0),), bandwidth=1.0, launch_seconds=1.0)
@@ -76,3 +76,10 @@ def test_what_scatters_by_more_than_measurements_are_off_needs_a_wider_margin(
     known = {each.key: each for each in (took(A, 3.0, deviation), took(B, 4.0, deviation))}
     first, second = program(A, A, known=known), program(B, known=known)
     assert margin(first, second) == pytest.approx(SURE * noise(first, second) if noisy else MEASURED)
+
+
+def test_a_plan_of_laps_that_scatter_says_by_how_much() -> None:
+    known = {each.key: each for each in (took(A, 3.0, 0.2), took(B, 4.0, 0.8))}
+    scatter = scatter_of(program(A, A, B, C, known=known))  # of C nothing is known
+    assert scatter == pytest.approx(IQR / 2 * (2 * 3.0 * 0.2 + 4.0 * 0.8) / (2 * 3.0 + 4.0))
+    assert error_of(1.0, scatter=scatter) == scatter > MEASURED == error_of(1.0, scatter=0.001)

@@ -16,7 +16,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, TensorSpec
 from autopar.planning import busy_neighbours as module
 from autopar.planning.agree import packed
-from autopar.planning.busy_neighbours import busy_neighbours, serve
+from autopar.planning.busy_neighbours import busy_neighbours, load_notes, serve
 
 RELU = Call(torch.ops.aten.relu.default, (TensorSpec((8,), torch.float32),), {})
 TWO = ClusterSpec(nodes=1, devices_per_node=2, cores=2)
@@ -84,3 +84,8 @@ def test_a_neighbour_is_busy_while_this_process_measures_and_ends_with_the_plan(
 def _processor_seconds(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return sum(map(int, file.read().split()[13:15]))
+
+
+def test_a_busy_machine_is_noted() -> None:
+    assert not load_notes(0.4)
+    assert "busy with 1.5 other processes a core" in load_notes(1.5)[0]

@@ -48,7 +48,7 @@ def cost(call: Call, device: DeviceModel, measured: Mapping[str, Measurement]) -
         guess, launch = estimate(call, device), device.launch_seconds
         forward = max(forward, launch) if guess.forward_seconds else 0.0
         backward = max(backward, launch) if guess.backward_seconds else 0.0
-    return OperatorCost(forward, backward, measured=True, noise=found.noise)
+    return OperatorCost(forward, backward, measured=True, noise=found.noise, scatter=found.spread / 2)
 
 
 def estimate(call: Call, device: DeviceModel) -> OperatorCost:

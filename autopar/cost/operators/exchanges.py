@@ -18,6 +18,7 @@ from autopar.cost.machine import nccl
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.ring_attention import hops
+from autopar.runtime.collectives.merged_attention import merged_bytes
 
 _COLLECTIVE = {
     MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -111,6 +112,11 @@ class Exchanges:
                 seconds = around + self._halo(key, spec, dim, owned, starts, stops)
             case "ring_attention":
                 return self._ring(args, spec, backward=backward)
+            case "merged_attention":
+                most, added = merged_bytes(spec, args[1])
+                axes = parse_key(args[3])[1]
+                sums = sum(self.collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
+                return around + sums + self.copy(added), 0.0
             case "batch_norm":
                 key = next(item for item in args if isinstance(item, str))
                 number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats
@@ -130,7 +136,7 @@ class Exchanges:
         A CPU's transfers keep its cores busy: beside them it computes nothing.
         """
         seconds = [self._around(), self._around() if backward else 0.0]
-        axes = parse_key(args[2])[1]
+        axes = parse_key(args[3])[1]
         for nbytes, calls in hops(query, args):
             hop = self.collective(Collective.SEND_RECV, nbytes, axes) if nbytes else 0.0
             costs = [self.model.cost(call) for call in calls] if self.device.kind != "cpu" else []

@@ -55,8 +55,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of each tensor that a rank's program holds for an operator from the start, and the operands that
-    it reads."""
+    """Bytes of each tensor that a rank's program holds from the start for an operator, and operands read."""
 
     parts: Mapping[object, int]
     reads: frozenset[str]

@@ -21,22 +21,22 @@ def hops(query: TensorSpec, args: Sequence[Any]) -> Iterator[tuple[int, list[Cal
 
     They are those of the rank that takes most; the calls are those of the step before.
     """
-    key, value, _, place, *rest = args
+    key, value, mask, _, place, *rest = args
     ring = Ring(*rest[:-1])
     for step in range(1, len(ring.starts)):
         blocks = list(ring.blocks(place, step - 1))
         rows = max(_length(ring.keys(at, ring.owner(at, step))) for at in range(len(ring.starts)))
-        yield rows * row_bytes(key, value), list(plain_calls(query, key, value, blocks))
+        yield rows * row_bytes(key, value), list(plain_calls(query, key, value, mask, blocks))
 
 
 def ring_calls(emitter: GraphEmitter) -> Iterator[Call]:
     """The priced rank's blocks with the keys of others."""
     for node in emitter.graph.nodes:
         if node.target is torch.ops.autopar.ring_attention.default:
-            query, key, value, _, place, *how, _ = emitter.described(node.args)
+            query, key, value, mask, _, place, *how, _ = emitter.described(node.args)
             ring = Ring(*how)
             for step in range(1, len(ring.starts)):
-                yield from plain_calls(query, key, value, list(ring.blocks(place, step)))
+                yield from plain_calls(query, key, value, mask, list(ring.blocks(place, step)))
 
 
 def _length(span: tuple[int, int]) -> int:

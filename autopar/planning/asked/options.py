@@ -430,12 +430,16 @@ class Options:
     """A value for every option of the table, read as an attribute: what is said, or else the default."""
 
     values: Mapping[str, Any]
+    said: Mapping[str, Any]  # those that are no defaults
 
     def __init__(self, door: Door = PARALLELIZE, /, **said: Any) -> None:
         """Raises TypeError for names that the door doesn't know."""
         door.check(said)
-        values = {name: door.default(name) for name in OPTIONS} | without_none(said)
+        defaults = {name: door.default(name) for name in OPTIONS}
+        values = defaults | without_none(said)
         object.__setattr__(self, "values", values)
+        own = {name: value for name, value in values.items() if value != defaults[name]}
+        object.__setattr__(self, "said", own)
 
     def __getattr__(self, name: str) -> Any:
         if name in OPTIONS:

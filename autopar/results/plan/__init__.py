@@ -1,6 +1,7 @@
 """A plan: its data, its laws in words, and its text.
 
 plan                a plan as data
+plan_subject        the model, batch, options and day of a plan
 frontier            plans under memory caps, as data
 plan_words          the words of a printed plan, and what they mean
 render_plan         a plan as text

@@ -16,6 +16,7 @@ from autopar.results.files import codec
 from autopar.results.files.plan_laws import broken_laws
 from autopar.results.files.text import html_of, text_of
 from autopar.results.plan.frontier import Frontier
+from autopar.results.plan.plan_subject import PlanSubject
 from autopar.results.plan.step_parts import StepParts
 
 ONE_DEVICE = "one device"  # the name of the strategy that leaves all others idle
@@ -101,7 +102,8 @@ class Plan:
     `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
     Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
     rests on measurements, `interpolated_share` what of the rest follows from measurements of other sizes;
-    predicted steps that differ by less than `error`, relatively, can't be told apart.
+    laps of what is measured lie about `scatter` from their medians, and predicted steps that differ by less
+    than `error` can't be told apart, both relatively.
     `graph` is what was planned, one micro-batch of it, and `devices` what for.
     """
 
@@ -132,11 +134,13 @@ class Plan:
     graph: Fingerprint = Fingerprint()
     interpolated_share: float = 0.0
     error: float = 0.0
+    scatter: float = 0.0
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
     moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
     frontier: Frontier | None = None  # what less memory would cost, where that was asked for
+    subject: PlanSubject | None = None  # the model and batch, of a plan that was asked for by itself
 
     @property
     def split_unit(self) -> str:
@@ -170,6 +174,7 @@ class Plan:
         return {
             "status": self.status,
             "gap": self.gap,
+            "subject": str(self.subject) if self.subject else None,
             "cluster": self.cluster,
             "mesh": str(self.mesh),
             "step_seconds": self.step_seconds,
@@ -182,6 +187,7 @@ class Plan:
             "measured_share": self.measured_share,
             "interpolated_share": self.interpolated_share,
             "error": self.error,
+            "scatter": self.scatter,
             "sharded_flops_share": self.sharded_flops_share,
             "gathered_ops": list(self.gathered_ops),
             "layers": [

@@ -30,6 +30,7 @@ FACTORS = {
     "h": "height, or heads",
     "w": "width",
     "q": "queries, which all keys meet",
+    "k": "keys, of which each device has some for all queries; results are merged",
     "ring": "queries and keys: keys travel between the devices of the axis",
     "r": "rows, of which only those that are read are exchanged",
 }

@@ -58,6 +58,8 @@ def render(plan: Plan) -> RenderableType:
 def _layers(plan: Plan) -> Iterator[RenderableType]:
     count = plan.pipeline.micro_batches
     part = f"; lines are for one of {count} micro-batches" if count > 1 else ""
+    if plan.subject is not None:
+        yield str(plan.subject)
     yield f"Plan for {plan.cluster}; mesh {plan.mesh}{part}"
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
@@ -71,10 +73,9 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
     blocks = fold_rows([_row(layer) for layer in heavy])
     for name, *cells in _cells(blocks):
         table.add_row(WrappedName(name), *cells)
-    if light:
+    for number, kind, layers in small_kinds(light, LIGHT * plan.step_seconds):
         empty = [""] * len(plan.mesh.shape)
-        noun = "operator" if len(light) == 1 else "operators"
-        table.add_row(f"{len(light)} small {noun}", "", *empty, *_sums(light), style="dim")
+        table.add_row(number, kind, *empty, *_sums(layers), style="dim")
     yield table
     yield _legend(heavy, any(isinstance(each, RepeatedRows) for each in blocks), bool(light))
 
@@ -82,7 +83,27 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
 def heavy_layers(plan: Plan) -> list[Layer]:
     """The layers that have a line of their own."""
     limit = LIGHT * plan.step_seconds
-    return [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
+    return [layer for layer in plan.layers if layer.flops or _seconds(layer) > limit]
+
+
+def small_kinds(light: Sequence[Layer], limit: float) -> Iterator[tuple[str, str, list[Layer]]]:
+    """Small operators by kind, the dearest first, each with its number and name; those of kinds that come to
+    no more than `limit` seconds in all are one row, the last."""
+    kinds = dict[str, list[Layer]]()
+    for layer in light:
+        kinds.setdefault(operator_name(layer.op), []).append(layer)
+    seconds = {kind: sum(map(_seconds, layers)) for kind, layers in kinds.items()}
+    several = [kind for kind in sorted(kinds, key=lambda kind: -seconds[kind]) if seconds[kind] > limit]
+    for kind in several:
+        yield f"{len(kinds[kind])} small", kind, kinds[kind]
+    others = [layer for kind, layers in kinds.items() if kind not in several for layer in layers]
+    if others:
+        noun = "operator" if len(others) == 1 else "operators"
+        yield f"{len(others)} {'other ' if several else ''}small {noun}", "", others
+
+
+def _seconds(layer: Layer) -> float:
+    return layer.compute + layer.communication
 
 
 def _row(layer: Layer) -> TableRow:
@@ -110,7 +131,7 @@ def _legend(heavy: Sequence[Layer], folded: bool, light: bool) -> RenderableType
     if folded:
         words.append(("a … b", "equal blocks, with the numbers of one of them"))
     if light:
-        words.append(("small", f"no products, and less than {LIGHT:.1%} of the step each; summed up"))
+        words.append(("small", f"no products, and less than {LIGHT:.1%} of the step each; summed up by kind"))
     return legend_table(words)
 
 

@@ -81,7 +81,7 @@ def trust_lines(plan: Plan) -> Iterator[str]:
     overlaps = plan.pipeline.is_staged or plan.parts.hidden > 0
     overlap = "" if overlaps else "; nothing is taken to overlap"
     shares = {
-        f"measured (± {MEASURED_ERROR:.0%})": plan.measured_share,
+        f"measured (± {max(MEASURED_ERROR, plan.scatter):.0%})": plan.measured_share,
         f"interpolated from other sizes (± {INTERPOLATED_ERROR:.0%})": plan.interpolated_share,
         f"estimated (± {ESTIMATED_ERROR:.0%})": 1 - plan.measured_share - plan.interpolated_share,
     }

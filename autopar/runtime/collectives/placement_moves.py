@@ -46,7 +46,13 @@ from torch import Tensor
 
 from autopar.core.precision import Precision
 from autopar.runtime import registry, sparse_kernel
-from autopar.runtime.collectives import batch_norm, convolution, groups, ring_attention, transport
+from autopar.runtime.collectives import (
+    batch_norm,
+    convolution,
+    groups,
+    ring_attention,
+    transport,
+)
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 from autopar.runtime.saved import regather

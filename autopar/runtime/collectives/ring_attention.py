@@ -33,15 +33,22 @@ from autopar.core.operator_facts import declare
 from autopar.core.score_blocks import Band, ScoreBlock, Span, score_blocks
 from autopar.runtime import registry
 from autopar.runtime.collectives import transport
-from autopar.trace.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of, wide
+from autopar.trace.attention.merging import MergedAttention, MergedSlopes, heads_second, rows_of
 from autopar.trace.attention.row_attention import (
+    OPERANDS,
     ROWS,
+    SLOPES,
     backward_shape,
+    bias_bytes,
     block_scratch,
+    given_back,
     row_bytes,
+    row_mask,
     save,
     shape_of,
+    slopes_by,
 )
+from autopar.trace.attention.row_masks import wide
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
@@ -138,10 +145,13 @@ def _exchange(key: Tensor, value: Tensor, group: str, place: int, *how: Any) -> 
     return _Exchange(Ring(*ring), place, group, pair), scale
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *how: Any
+) -> tuple[Tensor, Tensor]:
     at, scale = _exchange(key, value, *how)
-    q, width = heads_second(query), value.shape[-1]
-    merged = MergedAttention(q, width, first=at.ring.starts[at.place], scale=scale)
+    q, width, first = heads_second(query), value.shape[-1], at.ring.starts[at.place]
+    seen = row_mask(mask, query, first, at.ring.band)
+    merged = MergedAttention(q, width, first=first, scale=scale, mask=seen)
     for step, pair, start in at.pairs():
         merged.add(at.ring.blocks(at.place, step), *pair, start)
     out, lse = merged.result()
@@ -149,12 +159,22 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tens
 
 
 def _backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    learns: bool,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at, scale = _exchange(key, value, *how)
     g, q, y = map(heads_second, (gradient, query, out))
     first = at.ring.starts[at.place]
-    merged = MergedSlopes(g, q, y, lse.view(q.shape[:-1]), first=first, scale=scale)
+    seen = row_mask(mask, query, first, at.ring.band)
+    lse = lse.view(q.shape[:-1])
+    merged = MergedSlopes(g, q, y, lse, first=first, scale=scale, mask=seen, learns=learns)
     own = tuple(x.new_zeros(x.shape, dtype=merged.total.dtype) for x in at.own)
     under_way: tuple[int, Pair, transport.Transfer] | None = None
     for step, pair, start in at.pairs():
@@ -166,11 +186,7 @@ def _backward(
             under_way = None
             _add(at, 0, slopes, own)
     _arrive(at, under_way, own)
-    found = merged.total, *own
-    one, two, three = (
-        slope.to(x.dtype).view(x.shape) for slope, x in zip(found, (query, key, value), strict=True)
-    )
-    return one, two, three
+    return given_back(merged, own, (query, key, value), mask)
 
 
 def _arrive(
@@ -191,8 +207,7 @@ def _add(at: _Exchange, step: int, slopes: Pair, own: Sequence[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    back = registry.operator("ring_attention_backward")
-    return (*back(gradient, *ctx.saved_tensors, *ctx.arguments), *(None for _ in ctx.arguments))
+    return slopes_by(registry.operator("ring_attention_backward"), ctx, gradient)
 
 
 def _ring_attention(*arguments: Any) -> Tensor:
@@ -203,7 +218,7 @@ def _ring_attention(*arguments: Any) -> Tensor:
 _HOW = "str group, int place, int[] starts, int[] stops, int[] owned, int? before, int? after, float scale"
 registry.functional(
     "ring_attention_forward",
-    f"(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)",
+    f"({OPERANDS}, {_HOW}) -> (Tensor, Tensor)",
     _forward,
     shape=shape_of,
     setup=save,
@@ -211,34 +226,31 @@ registry.functional(
 )
 registry.functional(
     "ring_attention_backward",
-    f"(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_HOW})"
-    " -> (Tensor, Tensor, Tensor)",
+    f"(Tensor gradient, {OPERANDS}, Tensor out, Tensor lse, bool learns, {_HOW}) -> {SLOPES}",
     _backward,
     shape=backward_shape,
 )
-registry.composite(
-    "ring_attention", f"(Tensor query, Tensor key, Tensor value, {_HOW}) -> Tensor", _ring_attention
-)
+registry.composite("ring_attention", f"({OPERANDS}, {_HOW}) -> Tensor", _ring_attention)
 
 
 def _own_block(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The rank's queries with its own keys."""
-    query, key, value, _, place, starts, _, owned, *how = args
-    return ROWS, (query, key, value, starts[place], owned[place], *how)
+    query, key, value, mask, _, place, starts, _, owned, *how = args
+    return ROWS, (query, key, value, mask, starts[place], owned[place], *how)
 
 
 def _scratch(args: Sequence[Any]) -> tuple[int, int]:
     """Bytes beside operands and results: parts of keys and values, of which one is under way, and in backward
     the gradients of a part, those that leave and those that arrive."""
-    query, key, value, _, place, *how, _ = args
+    query, key, value, mask, _, place, *how, _ = args
     ring = Ring(*how)
     spans = [ring.keys(place, ring.owner(place, step)) for step in range(len(ring.starts))]
     own, *taken = (stop - start for start, stop in spans)
     rows, wider = max(taken, default=0), wide(query.dtype).itemsize // query.dtype.itemsize
     forward, backward = block_scratch(query, key, value, max(own, rows))
-    pair = row_bytes(key, value)
+    pair, bias = row_bytes(key, value), bias_bytes(query, mask, max(own, rows))
     parts = min(2, len(taken)) * rows * pair
-    return parts + forward, 2 * parts + wider * max(own, rows) * pair + backward
+    return parts + forward + bias, 2 * parts + wider * max(own, rows) * pair + backward + bias
 
 
 declare(registry.operator("ring_attention"), local_form=_own_block, scratch=_scratch)

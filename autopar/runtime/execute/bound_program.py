@@ -164,9 +164,10 @@ class Bound:
 
     @contextmanager
     def adding_up(self, *, last: bool) -> Iterator[None]:
-        """Context in which gradients that ranks sum only add up here, until those of the `last` backward
-        come, which take them along: one sum a step, however many micro-batches. Weights that are gathered
-        once are so by the first."""
+        """Context in which gradients that ranks sum only add up here, unless it is the `last` backward.
+
+        Those of the last one take them along: one sum a step, however many micro-batches. Weights that are
+        gathered once are so by the first."""
         self._adding, self._stepping = not last, True
         if last:  # what has added up, so that leaves show which gradients of this backward have come
             self._held |= dict(self._leaves.take(self._silent))

@@ -11,89 +11,19 @@ What the ranks do so that nothing is lost is the script's: it goes through `auto
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.errors import InputError, WorkerError, show_value
+from autopar.core.elastic_bounds import DEVICES_SECONDS, Elastic
+from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import Launch, launch
 from autopar.runtime.launch.leaving import LEFT
 
-RESTARTS = 10  # in a row without a new step, where nobody says another number
 ENDING_SECONDS = 2  # that ranks have which are left after a fault
-DEVICES_SECONDS = 5.0  # between two runs of the command that counts devices
-_RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Elastic:
-    """Between how many ranks a run may go on, and how often it is started again without a new step.
-
-    `devices` is a command that prints how many devices there are; without one a rank that is lost takes its
-    device along.
-    """
-
-    least: int
-    most: int
-    restarts: int = RESTARTS
-    devices: str | None = None
-
-    @staticmethod
-    def parse(text: str, *, restarts: int = RESTARTS, devices: str | None = None) -> Elastic:
-        """`2:4`, or `4` for always as many. Raises InputError for others."""
-        match = _RANGE.fullmatch(text)
-        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= least <= most:
-            raise InputError(
-                where="--elastic",
-                found=show_value(text),
-                wanted="the least and the most ranks, as in 2:4",
-                remedy="write --elastic 2:4, or 4:4 for always four",
-            )
-        if restarts < 0:
-            raise InputError(
-                where="--restarts", found=str(restarts), wanted="0 or more", remedy=f"write {RESTARTS}"
-            )
-        return Elastic(least, most, restarts, devices)
-
-    def there(self, default: int) -> int:
-        """Devices there now, at most `most`, by the command; `default` without one.
-
-        Raises InputError where the command fails, or there are too few.
-        """
-        count = default if self.devices is None else _counted(self.devices)
-        if count < self.least:
-            raise InputError(
-                where="autopar run --elastic",
-                found=f"{count} devices",
-                wanted=f"at least {self.least}",
-                remedy="start it again once they are there, or lower --elastic; saves stay",
-            )
-        return min(count, self.most)
-
-
-def _counted(command: str) -> int:
-    """The number that a command prints."""
-    try:
-        run = subprocess.run(
-            shlex.split(command), capture_output=True, text=True, timeout=DEVICES_SECONDS, check=False
-        )
-        printed, code = run.stdout.strip(), run.returncode
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        printed, code = f"{type(error).__name__}: {error}", 1
-    if code or not printed.isdecimal() or len(printed) > 6:
-        raise InputError(
-            where="--devices",
-            found=f"{show_value(printed)} and exit code {code} of {show_value(command)}",
-            wanted="a command that prints the number of devices",
-            remedy="try it in a shell, as in --devices 'cat devices.txt'",
-        )
-    return int(printed)
 
 
 @dataclass(slots=True)

@@ -177,6 +177,17 @@ class ParallelModule(nn.Module):
         """The rows of the global batch that this rank passes; of the batch that was planned first."""
         return self._autopar.samples
 
+    def region(self, name: str) -> tuple[slice, ...]:
+        """The box of the global input `name` that this rank's program reads, a slice for each dim.
+
+        Positional inputs are `input_0`, `input_1` and so on, with those of the loss at their end.
+
+        With `inputs="local"` nothing else of it is: pass a tensor of a file that is mapped into memory, or an
+        empty one with this region filled in. Halos come from neighbours. Empty for an input that only other
+        stages read.
+        """
+        return self._autopar.region(name)
+
     def sampler(self, dataset: Sized, **options: Unpack[SamplerOptions]) -> BatchSampler:
         """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
 

@@ -30,6 +30,7 @@ from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.execute.bound_program import Bound
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
+from autopar.runtime.module.regions import region_of
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.optimizers.clipping import norm_dtype, scale, total_norm
 from autopar.runtime.optimizers.loss_scaling import factor_of
@@ -60,6 +61,8 @@ class SamplerOptions(TypedDict, total=False):
     shuffle: bool
     drop_last: bool
     batch_size: int | None
+    shards: int
+    exchange_every: int | None
 
 
 class Runner:
@@ -404,6 +407,13 @@ class Runner:
         """The rows of the global batch that this rank passes; of the batch that was planned first."""
         return self._loads(None)[1]
 
+    def region(self, name: str) -> tuple[slice, ...]:
+        """The box of the input `name` that this rank reads, by the program that ran last."""
+        self.tensors.require_placed()
+        assert self._current is not None
+        made = self._current.executable
+        return region_of(name, made, batch=self._programs.batch, takes_steps=self._by_steps)
+
     def sampler(
         self,
         dataset: Sized,
@@ -412,6 +422,8 @@ class Runner:
         shuffle: bool = True,
         drop_last: bool = False,
         batch_size: int | None = None,
+        shards: int = 1,
+        exchange_every: int | None = None,
     ) -> BatchSampler:
         """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
 
@@ -426,6 +438,8 @@ class Runner:
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
+            shards=shards,
+            exchange_every=exchange_every,
         )
 
     def _loads(self, size: int | None) -> tuple[int, range]:

@@ -5,6 +5,12 @@ dataset of 10, global batches of 4, rows [0, 2) on rank 0 and [2, 4) on rank 1
 order, from seed + epoch     7 2 9 0 | 4 1 8 3 | 5 6 (7 2)     the last batch goes on from the start
 rank 0                       7 2     | 4 1     | 5 6
 rank 1                           9 0 |     8 3 |      7 2
+
+With `shards` each row of a batch takes its samples from one part of the dataset, on any number of ranks:
+
+dataset of 10, 2 shards     0 1 2 3 4 | 5 6 7 8 9     each in an order of its own
+order                       3 0 | 8 5 · 1 4 | 9 6 · 2 7      the rest, that fills no batch, at the end
+rank 0                      3 0       · 1 4       · 2
 """
 
 from __future__ import annotations
@@ -27,6 +33,9 @@ class BatchSampler(Sampler[list[int]]):
     each epoch for another one. With `drop_last` a last batch that is not full is left out, else it is
     filled with the epoch's first samples, over again if the dataset is shorter than a batch. Raises
     InputError for a dataset without a length, or without a batch.
+
+    With `shards` samples are shuffled within as many parts of the dataset, so that a rank reads few of them;
+    which rows take which part is drawn anew every `exchange_every` epochs, or never.
     """
 
     def __init__(
@@ -38,19 +47,38 @@ class BatchSampler(Sampler[list[int]]):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        shards: int = 1,
+        exchange_every: int | None = None,
     ) -> None:
         self._length = _length(dataset)
+        self._shards, self._exchange_every = shards, exchange_every
         self._batch_size, self._rows = batch_size, rows
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._epoch = 0
         self._begin = 0  # the sample of the epoch with which the next pass begins
         self._samples, self._passes, self._is_counted = 0, 0, True
+        self._is_counting = False
         if batch_size < 1:
             raise InputError(
                 where="batch_size",
                 found=str(batch_size),
                 wanted="at least 1 sample in a global batch",
                 remedy="leave it out for the batch of the first plan",
+            )
+        if shards != 1 and (shards < 1 or batch_size % shards or self._length < shards or not shuffle):
+            raise InputError(
+                where="shards of the sampler",
+                found=f"{shards} for batches of {batch_size} and {self._length} samples"
+                + ("" if shuffle else ", without shuffle"),
+                wanted="a number that divides the global batch, to shuffle within",
+                remedy=f"take one of {', '.join(map(str, _divisors(batch_size)[:6]))}, or leave it out",
+            )
+        if exchange_every is not None and exchange_every < 1:
+            raise InputError(
+                where="exchange_every of the sampler",
+                found=str(exchange_every),
+                wanted="at least 1 epoch",
+                remedy="leave it out to exchange none",
             )
         if not len(self):
             raise InputError(
@@ -84,8 +112,10 @@ class BatchSampler(Sampler[list[int]]):
         that goes on draws no seed for the workers from torch's generator: it was drawn before the save.
         """
         passes = self._passes
+        self._is_counting = True
         with torch.random.fork_rng([], enabled=self._begin > 0):
             batches = iter(loader)
+        self._is_counting = False
         if self._passes == passes:
             raise InputError(
                 where="count of the sampler",
@@ -135,6 +165,9 @@ class BatchSampler(Sampler[list[int]]):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
+            "shards": self._shards,
+            "exchange_every": self._exchange_every,
+            **({"batch_size": self._batch_size} if self._shards > 1 else {}),
         }
 
     def __len__(self) -> int:
@@ -144,7 +177,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._passes += 1
-        self._is_counted = False
+        self._is_counted = self._is_counting  # loaders with states ask for it while they make an iterator
         return self._batches()
 
     def _batches(self) -> Iterator[list[int]]:
@@ -163,7 +196,30 @@ class BatchSampler(Sampler[list[int]]):
         if not self._shuffle:
             return list(range(self._length))
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        if self._shards > 1:
+            return self._order_in_shards(generator)
         return torch.randperm(self._length, generator=generator).tolist()
+
+    def _order_in_shards(self, generator: torch.Generator) -> list[int]:
+        """Batches that take equally many samples of each shard, and the rest."""
+        size, whole = self._batch_size // self._shards, self._length // self._batch_size
+        parts = torch.arange(self._length).tensor_split(self._shards)
+        mixed = [part[torch.randperm(len(part), generator=generator)] for part in parts]
+        mixed = [mixed[place] for place in self._places()]
+        whole = min(whole, min(len(part) for part in mixed) // size)
+        batches = torch.stack([part[: whole * size].view(whole, size) for part in mixed], 1)
+        return torch.cat([batches.flatten(), *(part[whole * size :] for part in mixed)]).tolist()
+
+    def _places(self) -> list[int]:
+        """The shard of which each part of a batch takes its samples."""
+        if self._exchange_every is None:
+            return list(range(self._shards))
+        drawn = torch.Generator().manual_seed(self._seed + self._epoch // self._exchange_every)
+        return torch.randperm(self._shards, generator=drawn).tolist()
+
+
+def _divisors(number: int) -> list[int]:
+    return [item for item in range(1, number + 1) if number % item == 0]
 
 
 def _length(dataset: Sized) -> int:

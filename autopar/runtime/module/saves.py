@@ -109,18 +109,18 @@ def _written(
     folder: Path, where: str, tensors: dict[str, Any], state: dict[str, Any], manifest: Manifest, keep: int
 ) -> Path:
     """Write a save and publish it; collective."""
-    draft = _on_rank_0(where, lambda: save_folders.begin(folder))
+    draft = on_rank_0(where, lambda: save_folders.begin(folder))
     try:
         with _told_by_torch(where):
             writer = FileSystemWriter(draft)
             save_tensors(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         written = merged(everybody(save_folders.listed(draft, f"__{_rank()}_*")))
-        path = _on_rank_0(where, lambda: _finish(draft, where, state, manifest, written))
+        path = on_rank_0(where, lambda: _finish(draft, where, state, manifest, written))
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    _on_rank_0(where, lambda: save_folders.drop_old(folder, keep))
+    on_rank_0(where, lambda: save_folders.drop_old(folder, keep))
     return path
 
 
@@ -204,7 +204,7 @@ def load(
                 remedy="name that folder, or pass missing_ok=True where a run may begin",
             )
         where = f"autopar.load of {good.path}"
-        state = _on_rank_0(where, lambda: _unpacked((good.path / STATE_FILE).read_bytes()))
+        state = on_rank_0(where, lambda: _unpacked((good.path / STATE_FILE).read_bytes()))
         run.check(where, good.manifest, state, only_model=only_model)
         with _told_by_torch(where):
             run.load(good.path, state, only_model=only_model)
@@ -218,7 +218,7 @@ def _found(folder: Path, where: str) -> GoodSave | None:
     """The save to load, of whose files each rank has read some; None where there is nothing; collective."""
     spoiled: dict[str, str] = {}
     while True:
-        good = _on_rank_0(where, lambda: save_folders.find(folder, spoiled))
+        good = on_rank_0(where, lambda: save_folders.find(folder, spoiled))
         if good is None:
             return None
         faults = everybody(save_folders.spoiled_file(good, _rank(), _size()))
@@ -265,7 +265,7 @@ def _size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _on_rank_0(where: str, act: Callable[[], T]) -> T:
+def on_rank_0(where: str, act: Callable[[], T]) -> T:
     """Rank 0's result on all ranks, or its error on all; collective."""
     outcome: Any = None
     if _rank() == 0:
@@ -283,8 +283,7 @@ def _on_rank_0(where: str, act: Callable[[], T]) -> T:
 
 @contextmanager
 def _told_by_torch(where: str) -> Iterator[None]:
-    """Context in which what fails on some rank in torch's own saving and loading, and so on all, is an
-    InputError."""
+    """Context in which a failure of torch's own saving and loading is an InputError on all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the serial model's

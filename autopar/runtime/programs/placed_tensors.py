@@ -75,6 +75,7 @@ class PlacedTensors:
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self.changes: ParameterChanges | None = None  # once they are placed, of several ranks
         self.has_copies = False  # on some ranks, but not whole on all
+        self.valueless: set[str] = set()  # names of what was on the meta device, until it is loaded
         self.are_plain = False  # parameters: torch's own, since each rank has them whole
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
@@ -178,6 +179,8 @@ class PlacedTensors:
         holders = self._holders.get(part.target, ())
         holder = holders[0] * devices if holders else None
         stored = Stored(part, key, self._device, self._serial[name], holder)
+        if full.is_meta:
+            self.valueless.add(name)
         values = self._values(full)
         if holders and dist.get_rank() // devices not in holders:
             return None, stored

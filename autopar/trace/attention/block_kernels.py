@@ -14,7 +14,7 @@ and triangles whose later keys are hidden: rows and keys of others are reversed.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +26,29 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, triangle: bool, scale: float, turned: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    triangle: bool,
+    scale: float,
+    turned: bool = False,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The out and log-sum-exp of a block; of a `triangle`, a square, row r sees the keys [0, r], or if it is
-    `turned` those from r on."""
+    `turned` those from r on. A `bias` is added to the scores of a block that is whole."""
     width = v.shape[-1]
     q, k, v = _of_one_width(*_upright(turned, q, k, v))
     if q.is_cpu:
-        found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, triangle, scale=scale)
-    elif q.dtype in _HALVES:
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        found = kernel(q, k, v, 0.0, triangle, attn_mask=bias, scale=scale)
+    elif q.dtype in _HALVES and bias is None:
         found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle, scale=scale)
     else:
-        scores = _scores(q, k, triangle, scale)
+        scores = _scores(q, k, triangle, scale, bias)
         lse = scores.logsumexp(-1)
-        found = (scores - lse.unsqueeze(-1)).exp() @ _each_head(v, q), lse
+        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+        found = weights.to(v.dtype) @ _each_head(v, q), lse
     (out,) = _upright(turned, found[0][..., :width])
     return out, found[1].flip(-1) if turned else found[1]
 
@@ -55,6 +64,7 @@ def slopes(
     triangle: bool,
     scale: float,
     turned: bool = False,
+    bias: Tensor | None = None,
 ) -> Slopes:
     """The block's share of the gradients of query, key and value."""
     widths = [x.shape[-1] for x in (q, k, v)]
@@ -62,21 +72,37 @@ def slopes(
     lse = lse.flip(-1) if turned else lse
     if q.is_cpu:
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = back(gradient, q, k, v, out, lse, 0.0, triangle, scale=scale)
-    elif q.dtype in _HALVES:
+        found = back(gradient, q, k, v, out, lse, 0.0, triangle, attn_mask=bias, scale=scale)
+    elif q.dtype in _HALVES and bias is None:
         back, rows, keys = aten._scaled_dot_product_flash_attention_backward, q.shape[-2], k.shape[-2]
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
         how = None, None, rows, keys, 0.0, triangle, seed, seed
         found = back(gradient, q, k, v, out, lse, *how, scale=scale)
     else:
-        weights = (_scores(q, k, triangle, scale) - lse.unsqueeze(-1)).exp()
-        total = (gradient * out).sum(-1, keepdim=True)
-        of_scores = weights * (gradient @ _each_head(v, q).mT - total) * scale
+        weights, of_scores = _slopes_of_scores(gradient, q, k, v, out, lse, (triangle, scale, bias))
+        of_scores, weights = (of_scores * scale).to(q.dtype), weights.to(q.dtype)
         shares = _by_head(of_scores.mT @ q, k), _by_head(weights.mT @ gradient, v)
         found = of_scores @ _each_head(k, q), *shares
     one, two, three = (slope[..., :width] for slope, width in zip(found, widths, strict=True))
     one, two, three = _upright(turned, one, two, three)
     return one, two, three
+
+
+def slope_of_bias(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, *, scale: float
+) -> Tensor:
+    """The gradient of what is added to the scores of a block, which no kernel gives."""
+    slope = _slopes_of_scores(gradient, q, k, v, out, lse, (False, scale, bias))[1]
+    return slope.sum_to_size(bias.shape)
+
+
+def _slopes_of_scores(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """P and dS."""
+    weights = (_scores(q, k, *how) - lse.unsqueeze(-1)).exp()
+    total = (gradient * out).sum(-1, keepdim=True)
+    return weights, weights * (gradient @ _each_head(v, q).mT - total)
 
 
 def _upright(turned: bool, *tensors: Tensor) -> list[Tensor]:
@@ -89,8 +115,9 @@ def _of_one_width(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-def _scores(q: Tensor, k: Tensor, triangle: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, triangle: bool, scale: float, bias: Tensor | None) -> Tensor:
     scores = q @ _each_head(k, q).mT * scale
+    scores = scores if bias is None else scores + bias
     if not triangle:
         return scores
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
 from autopar.core.operator_facts import AttentionArguments, facts_of, is_repeatable
-from autopar.core.score_blocks import ALL, CAUSAL, Band
+from autopar.core.score_blocks import CAUSAL, EVERY_KEY, Band
 from autopar.torch_seams import pytree
 from autopar.trace.attention.row_attention import ROWS, is_in_blocks
 from autopar.trace.forms.call_forms import arguments_of, called, is_view
@@ -57,7 +57,7 @@ def _told(item: Operator, names: AttentionArguments, known: _ConstantValues) -> 
     if mask is None or given.get(names.causal):
         return item
     band, (rows, keys) = known.band(mask.name), known.specs[mask.name].shape[-2:]
-    if band == ALL or band == CAUSAL and rows == keys:
+    if band == EVERY_KEY or band == CAUSAL and rows == keys:
         return called(item, given | {names.mask: None, names.causal: band == CAUSAL})
     few = item.target is not SDPA or rows * keys < FEWEST_SCORES
     if band is None or few or not is_in_blocks(given, known.specs):
@@ -71,7 +71,7 @@ def _banded(item: Operator, given: Mapping[str, Any], band: Band, specs: Mapping
     scale = given.get("scale")
     args = (
         *(given[name] for name in ("query", "key", "value")),
-        *(0, 0, band.before, band.after),
+        *(None, 0, 0, band.before, band.after),
         1 / math.sqrt(width) if scale is None else float(scale),
     )
     return replace(item, target=ROWS, args=args, kwargs={})
@@ -184,7 +184,7 @@ def _plain_band(mask: Tensor) -> Band | None:
     mask = _once(mask, alike)
     shown = mask if mask.dtype is torch.bool else mask == 0
     if bool(shown.all()):
-        return ALL
+        return EVERY_KEY
     lead = range(-mask.dim(), -2)
     if queries != keys or any(dim not in alike for dim in lead) or {-1, -2} & alike:
         return None

@@ -152,7 +152,7 @@ def test_rows_of_attention_count_the_keys_that_they_see() -> None:
     # rows 2 to 4 of a causal square see 3 + 4 + 5 keys; heads have 4 columns, in 2 samples x 3 heads
     query, keys = x(2, 3, 3, 4), x(2, 3, 6, 4)
     for before, after, seen in ((None, 0, 3 + 4 + 5), (1, 0, 3 * 2), (None, None, 3 * 6)):
-        subject = call(ROWS, query, keys, keys, 2, 0, before, after, 0.5)
+        subject = call(ROWS, query, keys, keys, None, 2, 0, before, after, 0.5)
         assert training_flops(subject) == Flops(2 * 3 * 2 * seen * 8, 2 * 3 * 2 * seen * 20)
 
 

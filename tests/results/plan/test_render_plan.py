@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import torch
 from expecttest import assert_expected_inline
+from torch import nn
 
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
@@ -14,8 +16,9 @@ from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
 from autopar.results.plan.frontier import Frontier, Point
 from autopar.results.plan.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
+from autopar.results.plan.plan_subject import subject_of
 from autopar.results.plan.plan_words import operator_name
-from autopar.results.plan.render_plan import plan_text
+from autopar.results.plan.render_plan import plan_text, small_kinds
 from autopar.results.plan.step_parts import StepParts
 
 LAYER = Layer(
@@ -232,7 +235,7 @@ legend  batch   each device of the axis has some of the samples
         along   n samples, dim k of the operator's tensors, from 0
         saved   bytes that a device keeps from forward to backward
         a ... b   equal blocks, with the numbers of one of them
-        small   no products, and less than 0.2% of the step each; summed up
+        small   no products, and less than 0.2% of the step each; summed up by kind
 
 step      20 ms predicted, on each device the sum of
              8 ms   40.0%  operators, of which 0% are measured
@@ -306,3 +309,19 @@ def test_operators_are_named_as_users_know_them() -> None:
     assert operator_name("aten.lstm.input") == "lstm" and operator_name("aten.add.Tensor") == "add"
     assert operator_name("mylib.product.default") == "mylib.product"
     assert operator_name("autopar_graphs.product.default") == "product"
+
+
+def test_small_operators_are_summed_up_by_kind_the_dearest_first() -> None:
+    small = [
+        replace(LAYER, op=op, compute=1e-5, communication=0.0, flops=0)
+        for op in ("aten.mul.Tensor", "aten.add.Tensor", "aten.mul.Tensor")
+    ]
+    rows = [(number, kind, len(layers)) for number, kind, layers in small_kinds(small, limit=1.5e-5)]
+    assert rows == [("2 small", "mul", 2), ("1 other small operator", "", 1)]
+
+
+def test_a_plan_says_what_it_is_of() -> None:
+    kwargs = {"ids": torch.zeros(4, 8, dtype=torch.long), "scale": 2.0}
+    subject = subject_of(nn.Linear(3, 4), (torch.zeros(4, 3),), kwargs, {"dtype": "bf16"})
+    first = plan_text(replace(BIG, subject=subject)).splitlines()[0]
+    assert first.startswith("Linear of 16 parameters; batch of 4x3 float32, ids 4x8 int64; dtype=bf16; 20")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.core.mesh import parse_key
-from autopar.core.score_blocks import ALL, CAUSAL, Band, score_blocks
+from autopar.core.score_blocks import CAUSAL, EVERY_KEY, Band, score_blocks
 from autopar.proof.simulated import simulate
 from autopar.runtime.collectives import groups, placement_moves, ring_attention
 from tests.pool import Pool
@@ -39,19 +40,30 @@ class Ringed:
     rows: list[int]
     keys: list[int]
     band: Band
+    mask: Tensor | None = None
+    learns: bool = True
 
-    def serial(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def serial(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """A written mask."""
         group = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
         scores = query @ key.mT * 0.3
+        if mask is not None and not self.learns:
+            return F.scaled_dot_product_attention(query, key, value, mask, scale=0.3)
+        if mask is not None:
+            truth = mask.dtype is torch.bool
+            scores = scores.masked_fill(~mask, -torch.inf) if truth else scores + mask
         scores = scores.masked_fill(~shown(self.band, query.shape[-2], key.shape[-2]), -torch.inf)
         result: Tensor = torch._safe_softmax(scores, -1) @ value
         return result
 
     def call(self, key: str, place: int) -> tuple[Any, ...]:
         """The operands and arguments of one rank."""
-        parts = (x[..., cut[place] : cut[place + 1], :].clone().requires_grad_() for x, cut in self.operands)
+        parts = [
+            x[..., cut[place] : cut[place + 1], :].clone().requires_grad_(self.has_gradient(x))
+            for x, cut in self.operands
+        ]
+        parts = parts if self.mask is not None else [*parts, None]
         return (
             *parts,
             key,
@@ -64,13 +76,24 @@ class Ringed:
             0.3,
         )
 
+    def has_gradient(self, operand: Tensor) -> bool:
+        return operand.is_floating_point() and (self.learns or operand is not self.mask)
+
     @property
     def operands(self) -> list[tuple[Tensor, list[int]]]:
-        return [(self.query, self.rows), (self.key, self.keys), (self.value, self.keys)]
+        found = [(self.query, self.rows), (self.key, self.keys), (self.value, self.keys)]
+        return found if self.mask is None else [*found, (self.mask, self.rows)]
 
 
 def _ringed(
-    rows: list[int], keys: list[int], band: Band, *, heads: tuple[int, int] = (4, 4), width: int = 6
+    rows: list[int],
+    keys: list[int],
+    band: Band,
+    *,
+    heads: tuple[int, int] = (4, 4),
+    width: int = 6,
+    mask: Tensor | None = None,
+    learns: bool = True,
 ) -> Ringed:
     def randn(*shape: int) -> Tensor:
         return torch.randn(2, *shape, dtype=torch.float64)
@@ -80,15 +103,24 @@ def _ringed(
         randn(heads[1], keys[-1], 6),
         randn(heads[1], keys[-1], width),
     )
-    return Ringed(query, key, value, rows, keys, band)
+    return Ringed(query, key, value, rows, keys, band, mask, learns)
+
+
+def _padded(rows: int, keys: int) -> Tensor:
+    """Hides keys by the least float: last ones of a sample, some of a row, all of two rows."""
+    mask = torch.zeros(2, 1, rows, keys, dtype=torch.float64)
+    least = torch.finfo(torch.float32).min
+    mask[0, ..., keys - 2 :] = mask[1, :, 1, : keys // 2] = mask[:, :, 3] = mask[1, :, 0] = least
+    mask[1, :, 0, ::2] = -torch.inf
+    return mask
 
 
 def cases(size: int) -> list[Ringed]:
     cut, others = [0, 4, 7, 12, 13][: size + 1], [0, 2, 3, 9, 10][: size + 1]
     return [
         _ringed(cut, cut, CAUSAL),
-        _ringed(cut, cut, ALL, heads=(4, 2)),
-        _ringed(cut, others, ALL, width=3),
+        _ringed(cut, cut, EVERY_KEY, heads=(4, 2)),
+        _ringed(cut, others, EVERY_KEY, width=3),
         _ringed(cut, others, CAUSAL, heads=(6, 2)),
         _ringed(others, cut, CAUSAL, width=8),
         _ringed([0, 0, *cut[2:]], cut, CAUSAL),  # a rank without queries
@@ -97,6 +129,11 @@ def cases(size: int) -> list[Ringed]:
         _ringed(cut, others, Band(1, 3), heads=(4, 2)),
         _ringed(others, cut, Band(3, None), width=3),
         _ringed(cut, cut, Band(4, -2)),  # rows that see nothing
+        _ringed(cut, others, EVERY_KEY, mask=torch.randn(1, 4, cut[-1], others[-1], dtype=torch.float64)),
+        _ringed(cut, others, EVERY_KEY, heads=(4, 2), mask=_padded(cut[-1], others[-1]) == 0),
+        _ringed(cut, others, EVERY_KEY, width=3, mask=_padded(cut[-1], others[-1])),
+        _ringed(cut, others, EVERY_KEY, mask=_padded(cut[-1], others[-1]), learns=False),
+        _ringed(cut, cut, Band(3, 0), mask=_padded(cut[-1], cut[-1]) == 0),
     ]
 
 
@@ -109,13 +146,13 @@ def _execute(key: str, given: list[Ringed], gradients: list[Tensor]) -> list[lis
         args = ringed.call(key, place)
         y = ops.ring_attention(*args)
         y.backward(gradient[..., ringed.rows[place] : ringed.rows[place + 1], :])
-        found.append([y.detach(), *(x.grad for x in args[:3])])
+        found.append([y.detach(), *(x.grad for x in args[:4] if x is not None and x.requires_grad)])
     return found
 
 
 def _wanted(ringed: Ringed) -> tuple[Tensor, list[Tensor]]:
     """A gradient of the output, and the serial results: output and gradients."""
-    leaves = [x.clone().requires_grad_() for x, _ in ringed.operands]
+    leaves = [x.clone().requires_grad_(ringed.has_gradient(x)) for x, _ in ringed.operands]
     y = ringed.serial(*leaves)
     gradient = torch.randn_like(y)
     y.backward(gradient)
@@ -152,7 +189,7 @@ def _sent(ringed: Ringed, size: int) -> list[list[int]]:
 def test_keys_that_no_row_sees_do_not_travel() -> None:
     cut = [0, 4, 8, 12]
     assert _sent(_ringed(cut, cut, CAUSAL), 3) == [[4, 0, 0], [4, 4, 0], [4, 4, 4]]
-    assert _sent(_ringed(cut, cut, ALL), 3) == [[4, 4, 4]] * 3
+    assert _sent(_ringed(cut, cut, EVERY_KEY), 3) == [[4, 4, 4]] * 3
     assert _sent(_ringed(cut, cut, Band(2, 0)), 3) == [[4, 0, 0], [4, 2, 0], [4, 2, 0]]  # a halo
 
 
@@ -173,7 +210,7 @@ def _mutated(change: str, ringed: Ringed, gradient: Tensor) -> list[Tensor]:
     place = groups.index("a@2")
     args = ringed.call("a@2", place)
     if change == "same positions":
-        args = (*args[:5], [0, 0], [4, 4], *args[7:])
+        args = (*args[:6], [0, 0], [4, 4], *args[8:])
     y = ops.ring_attention(*args)
     with pytest.MonkeyPatch.context() as patch:
         if change == "first keys":
@@ -189,7 +226,7 @@ def _mutated(change: str, ringed: Ringed, gradient: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("change", ["none", "first keys", "slopes stay", "same positions"])
 def test_the_proof_sees_a_wrong_backward(change: str, pools: Pools) -> None:
     torch.manual_seed(0)
-    ringed = _ringed([0, 4, 8], [0, 4, 8], CAUSAL if change == "same positions" else ALL)
+    ringed = _ringed([0, 4, 8], [0, 4, 8], CAUSAL if change == "same positions" else EVERY_KEY)
     gradient, serial = _wanted(ringed)
     results = pools(2).run(_mutated, change, ringed, gradient)
     found = [torch.cat(parts, -2) for parts in zip(*results, strict=True)]

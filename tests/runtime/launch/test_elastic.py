@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from autopar.core.elastic_bounds import Elastic
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import elastic
-from autopar.runtime.launch.elastic import Elastic, run_elastic
+from autopar.runtime.launch.elastic import run_elastic
 from autopar.runtime.launch.launch import Launch
 from autopar.runtime.launch.leaving import LEFT
 

@@ -165,3 +165,48 @@ def test_batches_that_nobody_counts_and_foreign_loaders_and_orders_are_refused()
     state = BatchSampler(dataset(9), batch_size=4, rows=range(4), seed=1).state_dict()
     with pytest.raises(InputError, match=r"length 9 \(here 8\), seed 1 \(here 0\)"):
         sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("length", "shards"), [(40, 4), (43, 4), (41, 2), (29, 8)])
+def test_shards_are_shuffled_each_by_itself_and_every_sample_comes_once(length: int, shards: int) -> None:
+    dataset = range(length)
+    whole = BatchSampler(dataset, batch_size=8, rows=range(8), seed=3, shards=shards)
+    batches = list(whole)
+    samples = [sample for batch in batches for sample in batch][:length]
+    assert sorted(samples) == list(dataset)
+    parts = [part.tolist() for part in torch.arange(length).tensor_split(shards)]
+    for batch in batches[: length // 8 - 1]:
+        for place, part in enumerate(parts):
+            mine = batch[place * 8 // shards : (place + 1) * 8 // shards]
+            assert set(mine) <= set(part)
+    ranks = [BatchSampler(dataset, batch_size=8, rows=rows, seed=3, shards=shards) for rows in halves(8)]
+    assert [one + other for one, other in zip(*ranks, strict=True)] == batches, "on any number of ranks"
+    whole.set_epoch(1)
+    assert list(whole) != batches
+
+
+def halves(size: int) -> tuple[range, range]:
+    return range(size // 2), range(size // 2, size)
+
+
+def test_shards_are_exchanged_every_so_many_epochs() -> None:
+    sampler = BatchSampler(range(64), batch_size=8, rows=range(2), seed=1, shards=4, exchange_every=2)
+
+    def read(epoch: int) -> int:
+        sampler.set_epoch(epoch)
+        (shard,) = {sample // 16 for batch in sampler for sample in batch}
+        return shard
+
+    shards = [read(epoch) for epoch in range(12)]
+    assert shards[::2] == shards[1::2] and len(set(shards)) > 1
+
+
+def test_shards_that_do_not_divide_a_batch_are_refused_and_so_is_another_batch_when_loaded() -> None:
+    for words in ({"shards": 3}, {"shards": 0}, {"shards": 8, "shuffle": False}):
+        with pytest.raises(InputError, match=r"shards of the sampler: .*take one of 1, 2, 4, 8"):
+            BatchSampler(range(64), batch_size=8, rows=range(8), **words)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="exchange_every"):
+        BatchSampler(range(64), batch_size=8, rows=range(8), shards=2, exchange_every=0)
+    saved = BatchSampler(range(64), batch_size=8, rows=range(8), shards=2).state_dict()
+    with pytest.raises(InputError, match=r"batch_size 8 \(here 4\)"):
+        BatchSampler(range(64), batch_size=4, rows=range(4), shards=2).load_state_dict(saved)

@@ -134,7 +134,7 @@ def test_windows_are_attention_in_blocks(
     assert len(attention(graph_of(mask)).operands) == 4  # of few scores a mask costs little
     monkeypatch.setattr("autopar.trace.rewrites.known_masks.FEWEST_SCORES", 0)
     (found,) = [item for item in graph_of(mask).operators if item.target is ROWS]
-    assert len(found.operands) == 3 and found.args[5:7] == band
+    assert len(found.operands) == 3 and found.args[6:8] == band
 
 
 @pytest.mark.parametrize("mask", [slight, of_samples, of_heads])

@@ -1,0 +1,209 @@
+"""Weights come from safetensors files and go back, each rank's own parts, under any plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import autopar
+from autopar.cluster import ClusterSpec
+from autopar.core.part import Part
+from autopar.errors import InputError
+from autopar.runtime.checkpoints.safetensors_files import DTYPES, lay_out, read_part, tensors_in, write_part
+from autopar.runtime.module.parallel_module import ParallelModule
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+PLANS: dict[str, dict[str, Any]] = {
+    "batch": {"force": "batch", "shard_state": "none"},
+    "filter": {"force": "filter"},
+    "weights in shards": {"force": "batch", "shard_state": "weights"},
+    "2 stages": {"stages": 2},
+}
+
+
+class Net(nn.Module):
+    """A fused qkv, a tied matrix, running statistics, and a dim that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.out.weight
+        self.up, self.down = nn.Linear(8, 7), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x))).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(h).unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(1, 2).flatten(2)
+        return F.mse_loss(self.down(torch.tanh(self.up(self.head(torch.tanh(self.out(mixed)))))).mean(1), y)
+
+
+def parallel(model: nn.Module, case: str) -> ParallelModule:
+    example = torch.zeros(4, 2, 4, 2), torch.zeros(4, 8)
+    cluster = ClusterSpec.local(dist.get_world_size())
+    made: ParallelModule = autopar.parallelize(
+        model, cluster, example, measure=False, quiet=True, **PLANS[case]
+    )
+    return made
+
+
+def meta_net() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def seeded_net() -> Net:
+    torch.manual_seed(3)
+    net = Net()
+    net.norm.running_mean.uniform_()  # type: ignore[operator]
+    return net
+
+
+def weights_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: item.clone() for name, item in net.state_dict().items()}
+
+
+def write_shards(folder: Path) -> None:
+    """The seeded net's weights in two files with an index, as transformers writes them."""
+    weights = weights_of(seeded_net())
+    del weights["head.weight"]
+    names = list(weights)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in shards.items():
+        save_file({name: weights[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _loaded(case: str, folder: Path, to: Path) -> dict[str, Tensor]:
+    model = parallel(meta_net(), case)
+    autopar.load_pretrained(model, folder)
+    autopar.save_pretrained(model, to, shard_bytes=1000)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_model_on_the_meta_device_loads_shards_and_writes_them_again(
+    case: str, pools: Pools, tmp_path: Path
+) -> None:
+    write_shards(tmp_path)
+    expected = weights_of(seeded_net())
+    for found in pools(2).run(_loaded, case, tmp_path, tmp_path / "again"):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    written = {
+        name: item
+        for path in (tmp_path / "again").glob("*.safetensors")
+        for name, item in load_file(path).items()
+    }
+    assert written.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+    assert not list(tmp_path.glob(".*"))
+
+
+def _refusals(folder: Path) -> None:
+    model = parallel(seeded_net(), "filter")
+    before = weights_of(model)
+    for words, act in {
+        r"files without down\.bias and \d+ more; with other\.down\.bias": lambda: autopar.load_pretrained(
+            model, folder / "renamed"
+        ),
+        r"qkv.weight of \[12, 8\] \(here \[24, 8\]\)": lambda: autopar.load_pretrained(
+            model, folder / "renamed", rename=lambda name: name.removeprefix("other.")
+        ),
+        "no such folder": lambda: autopar.load_pretrained(model, folder / "none"),
+        r"of which the file lacks some|no JSON": lambda: autopar.load_pretrained(model, folder / "torn"),
+        "a Net, wanted the parallel module|a Linear, wanted": lambda: autopar.load_pretrained(
+            nn.Linear(1, 1), folder
+        ),
+        "Not a directory": lambda: autopar.save_pretrained(model, folder / "renamed/model.safetensors/x"),
+    }.items():
+        with pytest.raises(InputError, match=words) as told:
+            act()
+        assert len(str(told.value)) <= 400
+    assert all(torch.equal(before[name], item) for name, item in weights_of(model).items())
+
+
+def test_files_of_other_names_shapes_and_torn_ones_are_refused_on_all_ranks(
+    pools: Pools, tmp_path: Path
+) -> None:
+    weights = weights_of(seeded_net())
+    del weights["head.weight"]
+    weights["qkv.weight"] = torch.zeros(12, 8)
+    (tmp_path / "renamed").mkdir()
+    file = tmp_path / "renamed" / "model.safetensors"
+    save_file({f"other.{name}": item for name, item in weights.items()}, file)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(file.read_bytes()[:-8])
+    pools(2).run(_refusals, tmp_path)
+
+
+class Rotary(nn.Module):
+    """A table that no state dict has."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.lin(x) * self.table).square().mean()
+
+
+def _unsaved(folder: Path) -> None:
+    for everything in (True, False):
+        with torch.device("meta"):
+            net = Rotary()
+        if not everything:
+            net.table = torch.arange(4.0)
+        model: ParallelModule = autopar.parallelize(
+            net, ClusterSpec.local(2), torch.zeros(4, 4), measure=False, quiet=True
+        )
+        if everything:
+            with pytest.raises(InputError, match=r"found table without values: .*init_empty_weights"):
+                autopar.load_pretrained(model, folder)
+        else:
+            autopar.load_pretrained(model, folder)
+            assert torch.equal(model.table, torch.arange(4.0))
+
+
+def test_buffers_that_no_file_has_must_have_values(pools: Pools, tmp_path: Path) -> None:
+    save_file(dict(Rotary().state_dict()), tmp_path / "model.safetensors")
+    pools(2).run(_unsaved, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_parts_go_to_their_places_and_come_back_in_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    raw = torch.randint(0, 2, (12, 5, 2, dtype.itemsize), dtype=torch.uint8)
+    full = raw.view(torch.uint8).reshape(12, 5, 2 * dtype.itemsize).view(dtype)
+    parts = [
+        Part(((3, 4), (5,), (2,)), (((0, 3), (0, 2)), ((0, 5),), ((0, 2),))),
+        Part(((3, 4), (5,), (2,)), (((0, 3), (2, 4)), ((0, 3),), ((0, 2),))),
+        Part(((3, 4), (5,), (2,)), (((0, 3), (2, 4)), ((3, 5),), ((0, 1),))),
+        Part(((3, 4), (5,), (2,)), (((0, 3), (2, 4)), ((3, 5),), ((1, 2),))),
+    ]
+    tensors = lay_out(
+        tmp_path, {"a": (torch.int8, (3,)), "b": (dtype, (12, 5, 2)), "c": (dtype, ())}, 1 << 20
+    )
+    for part in parts:
+        write_part(tensors["b"], part, part.take(full))
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["b"].view(torch.uint8), full.contiguous().view(torch.uint8))
+    for part in parts:
+        mine = torch.empty(part.shape, dtype=dtype)
+        assert read_part(tensors_in(tmp_path)["b"], part, mine) == mine.nbytes, "and nothing else"
+        assert torch.equal(mine.view(torch.uint8), part.take(full).contiguous().view(torch.uint8))
+    scalar = torch.empty((), dtype=dtype)
+    assert read_part(tensors["c"], Part((), ()), scalar) == dtype.itemsize
