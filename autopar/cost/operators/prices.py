@@ -71,6 +71,7 @@ class Prices(TensorPrices):
     _kinds: dict[str, OperatorKind] = field(default_factory=dict)
     _own: dict[object, KnownOperator] = field(default_factory=dict)
     _held: dict[tuple[str, Strategy], PartBytes] = field(default_factory=dict)
+    _credited: dict[object, Price] = field(default_factory=dict)  # under the multipliers
     _group_prices: GroupPrices | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class Prices(TensorPrices):
             late_credit=late_credit,
             late_shown=late_shown,
             _known=self.known,
+            _credited={},
             _moves={},
             _networks={},
         )
@@ -105,11 +107,14 @@ class Prices(TensorPrices):
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls, less what hides behind
         it."""
-        price, credits = self.plain(operation, strategy), self.credits
-        if not any(credits):
-            return price
-        credit = sum(each * seconds for each, seconds in zip(credits, price.hiding, strict=True))
-        return replace(price, credit=credit) if credit else price
+        if not any(self.credits):
+            return self.plain(operation, strategy)
+        key = self._kind(operation), strategy
+        if key not in self._credited:
+            price = self.plain(operation, strategy)
+            credit = sum(each * seconds for each, seconds in zip(self.credits, price.hiding, strict=True))
+            self._credited[key] = replace(price, credit=credit) if credit else price
+        return self._credited[key]
 
     def plain(self, operation: Operator, strategy: Strategy) -> Price:
         """The price without credit for what hides."""

@@ -15,15 +15,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from autopar.core.graph import Operator
+from autopar.core.graph import Call, Operator
 from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.grouped_products import GROUPED_MM
 
 aten = torch.ops.aten
+Called = TypeVar("Called", Operator, Call)
 
 # Calls that take a tensor for its shape, dtype or device alone, and what does the same without it, so that it
 # need be neither whole nor there; and how many of their first arguments go on.
@@ -48,34 +49,33 @@ def ours(target: Any) -> Any:
     return _THEIRS.get(schema_of(target).name, target)
 
 
-def device_by_name(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def device_by_name(call: Call) -> Call:
     """A call whose device, and what follows it, are keyword arguments: programs put in their own."""
-    names = [item.name for item in schema_of(target).arguments][: len(args)]
+    args = call.args
+    names = [item.name for item in schema_of(call.target).arguments][: len(args)]
     if "device" not in names:
-        return args, kwargs
+        return call
     place = names.index("device")
-    return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
+    named = dict(zip(names[place:], args[place:], strict=True))
+    return Call(call.target, args[:place], {**named, **call.kwargs})
 
 
-def without_example(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def without_example(call: Call, value: Any) -> Call:
     """The call that gives `value` without the tensor that it only takes as an example (`_ALIKE`)."""
-    if target is aten.narrow.default:
+    args, kwargs = call.args, call.kwargs
+    if call.target is aten.narrow.default:
         tensor, dim, start, length = args
         end = sys.maxsize if start < 0 and start + length == 0 else start + length
-        return aten.slice.Tensor, (tensor, dim, start, end), kwargs
-    if target in _CAST_ALIKE:
-        return aten.to.dtype, (args[0], value.dtype), {}
-    if target not in _ALIKE:
-        return target, args, kwargs
-    plain, kept = _ALIKE[target]
+        return Call(aten.slice.Tensor, (tensor, dim, start, end), kwargs)
+    if call.target in _CAST_ALIKE:
+        return Call(aten.to.dtype, (args[0], value.dtype), {})
+    if call.target not in _ALIKE:
+        return call
+    plain, kept = _ALIKE[call.target]
     if kept:
-        return plain, (*args[:kept], list(value.shape)), {}
+        return Call(plain, (*args[:kept], list(value.shape)), {})
     filled = (*args[2:], *(kwargs[name] for name in kwargs if name == "fill_value"))
-    return plain, (list(value.shape), *filled), {"dtype": value.dtype, "device": value.device}
+    return Call(plain, (list(value.shape), *filled), {"dtype": value.dtype, "device": value.device})
 
 
 def functional(target: Any) -> Any | None:
@@ -91,26 +91,26 @@ def functional(target: Any) -> Any | None:
     return None
 
 
-def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def left_open(mutable: Any, functional: Any, call: Call) -> dict[str, Any]:
     """Defaults that only the in-place overload of an operator has, for a call that leaves them open."""
     wanted = [item.name for item in schema_of(functional).arguments if not item.has_default_value()]
     defaults = {
         item.name: item.default_value for item in schema_of(mutable).arguments if item.has_default_value()
     }
-    given = {*kwargs, *(item.name for item in schema_of(mutable).arguments[: len(args)])}
+    given = {*call.kwargs, *(item.name for item in schema_of(mutable).arguments[: len(call.args)])}
     return {name: defaults[name] for name in wanted if name in defaults and name not in given}
 
 
 # -- arguments by name ------------------------------------------------------------------------
 
 
-def arguments_of(item: Operator) -> dict[str, Any]:
+def arguments_of(item: Operator | Call) -> dict[str, Any]:
     """Arguments of an operator, by name."""
     names = (argument.name for argument in schema_of(item.target).arguments)
     return dict(zip(names, item.args, strict=False)) | dict(item.kwargs)
 
 
-def called(item: Operator, given: Mapping[str, Any]) -> Operator:
+def called(item: Called, given: Mapping[str, Any]) -> Called:
     """The operator called with these arguments: by place, up to the last one that isn't its default."""
     schema = schema_of(item.target).arguments
     placed = [argument for argument in schema if not argument.kwarg_only]

@@ -81,68 +81,54 @@ class Casting:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[tuple[str, torch.dtype | None], Cast] = {}
 
-    def find(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        specs: Mapping[str, TensorSpec],
-        dtype: torch.dtype | None,
-    ) -> Cast:
-        """Find the form without autocast of `target(*args, **kwargs)`, where `dtype` is autocast's.
+    def find(self, call: Call, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None) -> Cast:
+        """Find the form without autocast of a call, where `dtype` is autocast's.
 
         Raises UncastError where no casts of operands do the same, and what torch raises.
         """
-        args, kwargs = map_refs((args, kwargs), lambda ref: replace(specs[ref.name], requires_grad=False))
-        key = Call(target, args, kwargs).key(), dtype
+        described = map_refs(
+            (call.args, call.kwargs), lambda ref: replace(specs[ref.name], requires_grad=False)
+        )
+        call = Call(call.target, *described)
+        key = call.key(), dtype
         if key not in self._known:
-            self._known[key] = self._find(target, args, kwargs, dtype)
+            self._known[key] = self._find(call, dtype)
         return self._known[key]
 
-    def _find(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
-    ) -> Cast:
+    def _find(self, call: Call, dtype: torch.dtype | None) -> Cast:
+        target, args, kwargs = call.target, call.args, call.kwargs
         if dtype is not None and facts_of(target).casts_inside:
             if map_specs((args, kwargs), partial(casted, dtype=dtype)) != (args, kwargs):
                 raise UncastError
-            return self._written(target, args, kwargs, None)
+            return self._written(call, None)
         if dtype is None or not may_cast(target, self._device):
-            return self._written(target, args, kwargs, None)
+            return self._written(call, None)
         facts, on_cuda = facts_of(target), self._device == "cuda"
         untried = facts.casts_on_cuda is not None and not torch.cuda.is_available()
         if on_cuda and (untried or facts.packs_weights):
-            return self._written(target, args, kwargs, dtype if facts.casts_on_cuda else None)
-        wanted = self._run(target, args, kwargs, dtype)
+            return self._written(call, dtype if facts.casts_on_cuda else None)
+        wanted = self._run(call, dtype)
         for cast, keywords in _ways(target, args, dtype):
             given = map_specs((args, kwargs | keywords), partial(casted, dtype=cast))
             try:
-                found = self._run(target, *given)
+                found = self._run(Call(target, *given))
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 continue  # as of operands of dtypes that don't go together
             if found == wanted or (cast is torch.float32 and found.widens(wanted)):
                 return Cast(cast, keywords, found.results)
         raise UncastError
 
-    def _written(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cast: torch.dtype | None
-    ) -> Cast:
+    def _written(self, call: Call, cast: torch.dtype | None) -> Cast:
         """The call with operands as `cast`; what dtypes it gives is the same on all devices."""
-        args, kwargs = map_specs((args, kwargs), partial(casted, dtype=cast))
-        return Cast(cast, {}, self._run(target, args, kwargs, device="cpu").results)
+        given = map_specs((call.args, call.kwargs), partial(casted, dtype=cast))
+        return Cast(cast, {}, self._run(Call(call.target, *given), device="cpu").results)
 
-    def _run(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dtype: torch.dtype | None = None,
-        device: str = "",
-    ) -> _Ran:
+    def _run(self, call: Call, dtype: torch.dtype | None = None, device: str = "") -> _Ran:
         empty = partial(_empty, device=device or self._device)
         with self._mode, torch.no_grad(), autocast_set({**OFF, self._device: dtype}):
-            args, kwargs = map_specs((args, kwargs), empty)
+            args, kwargs = map_specs((call.args, call.kwargs), empty)
             with KernelLog() as log:
-                results = target(*args, **kwargs)
+                results = call.target(*args, **kwargs)
         tensors = [item for item in pytree.tree_leaves(results) if isinstance(item, torch.Tensor)]
         return _Ran(tuple(item.dtype for item in tensors), Counter(log.calls))
 

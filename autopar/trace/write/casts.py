@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.core.graph import Ref, map_refs, may_learn, refs
+from autopar.core.graph import Call, Ref, map_refs, may_learn, refs
 from autopar.errors import cut_text
 from autopar.torch_seams import pytree
 from autopar.trace.forward.autocast import Casting, UncastError, casted
@@ -28,51 +28,45 @@ class Casts:
         self.retyped: set[str] = set()  # tensors whose dtype is another than the exported one
 
     def under_autocast(
-        self,
-        node: fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: Any,
-        *,
-        dtype: torch.dtype | None,
-        written: str | None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        self, node: fx.Node, call: Call, values: Any, *, dtype: torch.dtype | None, written: str | None
+    ) -> tuple[Call, Any]:
         """The call as autocast to `dtype`, if any, makes it, its operands cast, and what it gives.
 
         Operators that write are never cast, and give what a cast to the dtype of the written tensor follows.
         """
-        names = [ref.name for ref in refs((args, kwargs))]
+        names = [ref.name for ref in refs((call.args, call.kwargs))]
         floats = {
             self._graph.specs[name].dtype for name in names if self._graph.specs[name].dtype.is_floating_point
         }
         dtype = dtype if written is None else None
         again = dtype is not None or not self.retyped.isdisjoint(names) or (written and len(floats) > 1)
         if not floats or not again:
-            return args, kwargs, values
+            return call, values
         try:
-            cast = self._casting.find(target, args, kwargs, self._graph.specs, dtype)
+            cast = self._casting.find(call, self._graph.specs, dtype)
         except UncastError as error:
             raise refused(
                 node,
-                f"{target} on {', '.join(sorted(map(str, floats)))} under autocast, which casts inside of it",
+                f"{call.target} on {', '.join(sorted(map(str, floats)))} under autocast, which casts inside "
+                "of it",
                 "operators whose operands are cast",
                 "cast its operands in a region with torch.autocast(device_type, enabled=False)",
             ) from error
         except RuntimeError as error:
             raise refused(
                 node,
-                f"{target} under autocast: {cut_text(str(error).splitlines()[0], 120)}",
+                f"{call.target} under autocast: {cut_text(str(error).splitlines()[0], 120)}",
                 "operators that run under it",
                 "cast its operands in a region with torch.autocast(device_type, enabled=False)",
             ) from error
+        args, kwargs = call.args, call.kwargs
         if cast.dtype is not None:
             to = cast.dtype
             args, kwargs = map_refs(
                 (args, kwargs),
                 lambda ref: Ref(self.cast(node, ref.name, casted(self._graph.specs[ref.name], to).dtype)),
             )
-        return args, {**kwargs, **cast.keywords}, _as_dtypes(values, cast.results)
+        return Call(call.target, args, {**kwargs, **cast.keywords}), _as_dtypes(values, cast.results)
 
     def cast(self, node: fx.Node, name: str, dtype: torch.dtype) -> str:
         """The tensor in this dtype; equal casts are one, but for regions that are recomputed."""

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 
 from autopar.core.graph import (
+    Call,
     Graph,
     GraphInput,
     InputKind,
@@ -31,7 +32,14 @@ from autopar.torch_seams.schemas import HigherOrderOperator, OpOverload, schema_
 from autopar.trace.backwards.custom_operator import CUSTOM, call_at
 from autopar.trace.call.call_signature import Arguments
 from autopar.trace.call.user_source import module_of, source_of
-from autopar.trace.forms.call_forms import device_by_name, functional, left_open, ours, without_example
+from autopar.trace.forms.call_forms import (
+    arguments_of,
+    device_by_name,
+    functional,
+    left_open,
+    ours,
+    without_example,
+)
 from autopar.trace.forms.simplify import without_dead_code, without_identities
 from autopar.trace.forms.spread_out import CONTIGUOUS, spreads_out
 from autopar.trace.forward.autocast import Autocast
@@ -268,49 +276,42 @@ class GraphBuilder:
 
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.graph.value(node.args), self.graph.value(node.kwargs)
-        self.check_dense_gradient(node, target, args, kwargs)
+        self.check_dense_gradient(node, Call(target, args, kwargs))
         _refuse_memory_order(node, target)
-        target = self.in_place.viewed(node, target, args)
-        if self.kept.concerns(target, args, kwargs):
-            write = partial(self.write, grad=grad)
-            self.graph.env[node] = self.kept.read(node, target, args, kwargs, write)
+        call = Call(self.in_place.viewed(node, target, args), args, kwargs)
+        if self.kept.concerns(call):
+            self.graph.env[node] = self.kept.read(node, call, partial(self.write, grad=grad))
             return
-        written = self.in_place.written(node, target, args, kwargs, retyped=self.casts.retyped)
+        written = self.in_place.written(node, call, retyped=self.casts.retyped)
         if written is not None:
-            mutable, target = target, _functional(node, target)
-            kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
-            kwargs |= left_open(mutable, target, args, kwargs)
-            if target is aten.copy.default:
-                target, args, kwargs = self.in_place.copied(node, args[1], self.graph.specs[written])
-        if target is CUSTOM:
-            args = (*args[:4], ProcessNumber(args[4]))
-        if spreads_out(node, target):
-            args = (self.spread_out(node, args[0]), *args[1:])
-        value = self.write(node, target, args, kwargs, node.meta.get("val"), grad=grad, written=written)
+            call = self.functional(node, call, written)
+        if call.target is CUSTOM:
+            call = replace(call, args=(*call.args[:4], ProcessNumber(call.args[4])))
+        if spreads_out(node, call.target):
+            call = replace(call, args=(self.spread_out(node, call.args[0]), *call.args[1:]))
+        value = self.write(node, call, node.meta.get("val"), grad=grad, written=written)
         self.graph.env[node] = value
         if _is_hook(operation := self.graph.operators[-1]):
             self.hook(node, operation)
         if written is not None:
             self.in_place.replace(node, written, value.name, grad=grad)
 
-    def write(
-        self,
-        node: fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: Any,
-        *,
-        grad: bool,
-        written: str | None = None,
-    ) -> Any:
+    def functional(self, node: fx.Node, call: Call, written: str) -> Call:
+        """The call that returns what an in-place one writes to the tensor `written`."""
+        target = _functional(node, call.target)
+        kwargs = {key: value for key, value in call.kwargs.items() if key not in ("inplace", "out")}
+        found = Call(target, call.args, kwargs)
+        if target is aten.copy.default:
+            return self.in_place.copied(node, call.args[1], self.graph.specs[written])
+        return replace(found, kwargs=kwargs | left_open(call.target, target, found))
+
+    def write(self, node: fx.Node, call: Call, values: Any, *, grad: bool, written: str | None = None) -> Any:
         """Write an operator down that gives tensors like `values`, and return what stands for these."""
-        args, kwargs = device_by_name(target, args, kwargs)
-        if target is not CUSTOM and _is_fixed(values):
-            args, kwargs, values = self.casts.under_autocast(
-                node, target, args, kwargs, values, dtype=self.dtype, written=written
-            )
-        target, args, kwargs = without_example(target, args, kwargs, values)
+        call = device_by_name(call)
+        if call.target is not CUSTOM and _is_fixed(values):
+            call, values = self.casts.under_autocast(node, call, values, dtype=self.dtype, written=written)
+        call = without_example(call, values)
+        target, args, kwargs = call.target, call.args, call.kwargs
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
             error = refused(
@@ -402,14 +403,11 @@ class GraphBuilder:
         if old == given:
             self.graph.rename(old, new)
 
-    def check_dense_gradient(
-        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def check_dense_gradient(self, node: fx.Node, call: Call) -> None:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
-        names = [item.name for item in schema_of(target).arguments]
-        if dict(zip(names, args, strict=False), **kwargs).get("sparse") is not True:
+        if arguments_of(call).get("sparse") is not True:
             return
-        if isinstance(args[0], Ref) and self.graph.specs[args[0].name].requires_grad:
+        if isinstance(call.args[0], Ref) and self.graph.specs[call.args[0].name].requires_grad:
             raise TraceError(
                 where=source_of(node) or f"module {module_of(node)}",
                 found="an embedding with sparse gradients",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
+from autopar.core.graph import Call, InputKind, Operator, Ref, TensorSpec
 from autopar.core.operator_facts import facts_of
 from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.call_forms import functional
@@ -51,30 +51,21 @@ class InPlaceWrites:
             )
         return view
 
-    def written(
-        self,
-        node: fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        retyped: Collection[str],
-    ) -> str | None:
+    def written(self, node: fx.Node, call: Call, *, retyped: Collection[str]) -> str | None:
         """The tensor that an in-place operator writes, or one with `out=`; else None.
 
         Tensors that are `retyped` have another dtype here than in the exported graph.
         """
-        writes = [
-            item.name for item in schema_of(target).arguments if item.alias_info and item.alias_info.is_write
-        ]
+        arguments = schema_of(call.target).arguments
+        writes = [item.name for item in arguments if item.alias_info and item.alias_info.is_write]
         if not writes:
             return None
-        first = schema_of(target).arguments[0].name
-        value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
+        first = [arguments[0].name]
+        value = call.kwargs.get("out") if writes == ["out"] else call.args[0] if writes == first else None
         if not isinstance(value, Ref):
             raise refused(
                 node,
-                f"{target} writes to several arguments",
+                f"{call.target} writes to several arguments",
                 "functional operators",
                 "take what the call without out= returns",
             )
@@ -84,7 +75,7 @@ class InPlaceWrites:
         if tuple(result.shape) != spec.shape or not same:
             raise refused(
                 node,
-                f"{target} into {spec.dtype}{list(spec.shape)}",
+                f"{call.target} into {spec.dtype}{list(spec.shape)}",
                 f"one of {list(result.shape)}",
                 "assign the result of the call that writes to nothing: x = ...",
             )
@@ -151,9 +142,7 @@ class InPlaceWrites:
         )  # else conjugates are only noted
         return self._graph.add(node, aten.view_as_real.default, (Ref(told),), _in_pairs(spec))
 
-    def copied(
-        self, node: fx.Node, source: Ref, spec: TensorSpec
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def copied(self, node: fx.Node, source: Ref, spec: TensorSpec) -> Call:
         """The call that gives `source` as a tensor like `spec`; aten.copy has no derivative."""
         given = self._graph.specs[source.name]
         if given.shape != spec.shape:
@@ -163,8 +152,8 @@ class InPlaceWrites:
                 )
             )
         if given.dtype == spec.dtype:
-            return aten.clone.default, (source,), {}
-        return aten._to_copy.default, (source,), {"dtype": spec.dtype}
+            return Call(aten.clone.default, (source,), {})
+        return Call(aten._to_copy.default, (source,), {"dtype": spec.dtype})
 
     def _note_write(self, node: fx.Node, written: str, name: str) -> None:
         """Note the value of a buffer after the step; raises TraceError for another input."""

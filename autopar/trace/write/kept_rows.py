@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
+from autopar.core.graph import Call, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import is_random
 from autopar.errors import ValuesAskedError
 from autopar.sharding.equation import Kind
@@ -43,7 +43,7 @@ _PLACES = (aten.nonzero_numpy.default, aten.where.default)
 _FLATTENING = (aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints)
 _HALF = (torch.float16, torch.bfloat16)
 _COMPARED = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)  # for assertions
-Write = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any], Any], Any]
+Write = Callable[[fx.Node, Call, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +102,18 @@ class KeptRows:
             raise self.refused(node, f"{getattr(node.target, '__name__', node.target)} of a count")
         return True
 
-    def concerns(self, target: Any, args: Any, kwargs: Any) -> bool:
+    def concerns(self, call: Call) -> bool:
         """Whether an operator makes rows of a mask, or takes such rows."""
-        leaves = pytree.tree_leaves((args, kwargs))
+        target, leaves = call.target, pytree.tree_leaves((call.args, call.kwargs))
         if any(isinstance(leaf, (SelectedRows, Places, NumberKept)) for leaf in leaves):
             return True
         return target in (aten.masked_select.default, aten.nonzero.default, *_PLACES) or (
-            target is aten.index.Tensor and self._mask_of(args) is not None
+            target is aten.index.Tensor and self._mask_of(call.args) is not None
         )
 
-    def read(
-        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], write: Write
-    ) -> Any:
+    def read(self, node: fx.Node, call: Call, write: Write) -> Any:
         """Result of an operator on kept rows; `write` writes an operator on all rows."""
-        self._write = write
+        target, args, kwargs, self._write = call.target, call.args, call.kwargs, write
         leaves = pytree.tree_leaves((args, kwargs))
         kept = [leaf for leaf in leaves if isinstance(leaf, SelectedRows)]
         if target is aten.index.Tensor and (mask := self._mask_of(args)) is not None:
@@ -133,13 +131,13 @@ class KeptRows:
         numbers = any(isinstance(leaf, NumberKept) for leaf in leaves)
         if not kept and numbers and str(target).endswith(".Tensor"):
             args = tuple(self._number(node, item) if isinstance(item, NumberKept) else item for item in args)
-            return self._write(node, target, args, kwargs, node.meta["val"])
+            return self._write(node, Call(target, args, kwargs), node.meta["val"])
         others = numbers or any(isinstance(leaf, Places) for leaf in leaves)
         if not kept or others or schema_of(target).is_mutable or is_random(target):
             raise self.refused(node, str(target))
         if len({item.mask for item in kept}) > 1:
             raise self.refused(node, f"{target} of rows of two masks")
-        return self._made(node, target, args, kwargs, kept[0])
+        return self._made(node, call, kept[0])
 
     def _mask_of(self, args: Any) -> Ref | None:
         """The mask by which `index` takes rows, if that is what it does."""
@@ -194,25 +192,27 @@ class KeptRows:
             self._of_rows.add(made)
         return made
 
-    def _made(self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: SelectedRows) -> Any:
-        given = arguments_of(Operator("", target, args, kwargs, ()))
+    def _made(self, node: fx.Node, call: Call, one: SelectedRows) -> Any:
+        target, given = call.target, arguments_of(call)
         if target in _SUMS + _MEANS:
             return self._reduced(node, target, given, one)
         if target is aten.linalg_vector_norm.default and given.get("dim") is None and given.get("ord", 2) > 0:
             filled = Ref(self._filled(node, one.ref.name, one.mask, 0))
-            return self._write(node, target, (filled, *args[1:]), kwargs, node.meta["val"])
+            call = Call(target, (filled, *call.args[1:]), call.kwargs)
+            return self._write(node, call, node.meta["val"])
         reduction = _reduction(target, given)
         if target in _BY_IGNORING and reduction != _NONE and isinstance(given["target"], SelectedRows):
             return self._ignoring(node, target, given, one)
         if reduction != _NONE:
-            each = called(Operator("", target, args, kwargs, ()), given | {"reduction": _NONE})
-            rows = self._by_rows(node, target, each.args, each.kwargs, one, self._shape(args, kwargs))
+            each = called(call, given | {"reduction": _NONE})
+            rows = self._by_rows(node, each, one, self._shape(call))
             sums = aten.mean.default if reduction == _MEAN else aten.sum.default
             return self._reduced(node, sums, {"self": rows}, rows)
-        return self._by_rows(node, target, args, kwargs, one)
+        return self._by_rows(node, call, one)
 
-    def _shape(self, args: Any, kwargs: Any) -> tuple[int, ...]:
-        shapes = [self._spec(item).shape for item in pytree.tree_leaves((args, kwargs)) if _is_tensor(item)]
+    def _shape(self, call: Call) -> tuple[int, ...]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        shapes = [self._spec(item).shape for item in leaves if _is_tensor(item)]
         return tuple(torch.broadcast_shapes(*shapes))
 
     def _spec(self, item: Ref | SelectedRows) -> TensorSpec:
@@ -220,9 +220,7 @@ class KeptRows:
 
     # -- what is made of them -----------------------------------------------------------------
 
-    def _by_rows(
-        self, node: fx.Node, target: Any, args: Any, kwargs: Any, one: SelectedRows, shape: Any = None
-    ) -> Any:
+    def _by_rows(self, node: fx.Node, call: Call, one: SelectedRows, shape: Any = None) -> Any:
         """Result of an operator on single rows."""
         length = self._graph.specs[one.mask].shape[0]
         values = node.meta["val"]
@@ -230,17 +228,17 @@ class KeptRows:
             values = torch.empty(shape, dtype=values.dtype, device="meta")
         values = pytree.tree_map_only(torch.Tensor, lambda item: _whole(item, length), values)
         if any(value is None for value in pytree.tree_leaves(values)):
-            raise self.refused(node, str(target))
+            raise self.refused(node, str(call.target))
         before = len(self._graph.operators)
-        full_args, full_kwargs = pytree.tree_map(
-            lambda leaf: leaf.ref if isinstance(leaf, SelectedRows) else leaf, (args, kwargs)
+        full = pytree.tree_map(
+            lambda leaf: leaf.ref if isinstance(leaf, SelectedRows) else leaf, (call.args, call.kwargs)
         )
-        results = self._write(node, target, full_args, full_kwargs, values)
+        results = self._write(node, Call(call.target, *full), values)
         for item in self._graph.operators[before:]:  # it may begin with casts, of weights too
             if self._of_rows.isdisjoint(item.operands):
                 continue
             if not self._is_by_rows(item):
-                raise self.refused(node, str(target))
+                raise self.refused(node, str(call.target))
             self._of_rows |= {name for name in item.results if name}
         return pytree.tree_map_only(
             Ref, lambda ref: SelectedRows(ref, one.mask), results, is_leaf=lambda item: isinstance(item, Ref)
@@ -268,14 +266,12 @@ class KeptRows:
         dims = given.get("dim")
         dims = [dim % len(spec.shape) for dim in dims] if dims else [*range(len(spec.shape))]
         if 0 not in dims:
-            call = called(Operator("", target, (), {}, ()), given)
-            return self._by_rows(node, target, call.args, call.kwargs, one)
+            return self._by_rows(node, called(Call(target, (), {}), given), one)
         result = node.meta["val"]
         filled = Ref(self._filled(node, one.ref.name, one.mask, 0))
         if target in _SUMS:
-            call = called(Operator("", target, (), {}, ()), given | {"self": filled})
             value = torch.empty(result.shape, dtype=result.dtype, device="meta")
-            return self._write(node, target, call.args, call.kwargs, value)
+            return self._write(node, called(Call(target, (), {}), given | {"self": filled}), value)
         dtype = torch.float32 if result.dtype in _HALF else result.dtype
         made = TensorSpec(tuple(result.shape), dtype, spec.requires_grad)
         args = (filled, dims, bool(given.get("keepdim")))
@@ -295,8 +291,8 @@ class KeptRows:
         ignored = given.get("ignore_index", -100)
         filled = Ref(self._filled(node, given["target"].ref.name, one.mask, ignored))
         rows = {name: item.ref if isinstance(item, SelectedRows) else item for name, item in given.items()}
-        call = called(Operator("", target, (), {}, ()), rows | {"target": filled})
-        return self._write(node, target, call.args, call.kwargs, node.meta["val"])
+        call = called(Call(target, (), {}), rows | {"target": filled})
+        return self._write(node, call, node.meta["val"])
 
     # -- numbers ------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.operators.tensor_prices import LOOP_PASSES, PARAMETER_LAUNCHES
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES, RANK_BYTES
 from autopar.sharding.atoms import Atoms, Dims
+from autopar.sharding.rule import rule_of
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
 from costdb.measurement import Measurement
 from tests.proof.models import Script
@@ -509,3 +510,19 @@ def test_strategies_that_differ_by_names_of_equal_axes_are_priced_once_and_right
         multisets = {tuple(sorted(option.factor for option in strategy)) for strategy in offered}
         known = set(map(id, prices.known.operators.values())) - before
         assert len(known) <= len(multisets) < len(offered)
+
+
+def test_what_fails_while_an_operator_is_priced_names_it_and_its_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = Script()
+    graph = s.graph(s.call(aten.sum.default, Ref(s.user(4, 4))))
+    prices, (operation,) = priced(graph, find_atoms(graph)), graph.operators
+
+    def fails(*_: Any) -> None:
+        raise TypeError("no")
+
+    monkeypatch.setattr(type(rule_of(operation)), "lower", fails)
+    with pytest.raises(TypeError) as caught:
+        prices.operator(operation, strategies_of(operation, prices.dims)[0])
+    assert caught.value.__notes__ == [f"while pricing {operation.name} (aten.sum.default) as ['-']"]

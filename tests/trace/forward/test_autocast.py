@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import autopar.ops  # noqa: F401  (registers every family)
-from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.core.graph import Call, Graph, InputKind, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError
 from autopar.sharding.rule import RULES, Sample
@@ -247,9 +247,9 @@ def test_casts_are_those_of_torch_on_this_machine(device: str, dtypes: tuple[tor
         given = pytree.tree_map_only(torch.Tensor, named, (args, kwargs))
         if facts_of(sample.target).casts_inside and dtypes[0] is FP32:
             with pytest.raises(UncastError):
-                casting.find(sample.target, tuple(given[0]), given[1], specs, BF16)
+                casting.find(Call(sample.target, tuple(given[0]), given[1]), specs, BF16)
             continue
-        found = casting.find(sample.target, tuple(given[0]), given[1], specs, BF16)
+        found = casting.find(Call(sample.target, tuple(given[0]), given[1]), specs, BF16)
         tensors = [each for each in pytree.tree_leaves(theirs) if isinstance(each, Tensor)]
         assert found.results == tuple(each.dtype for each in tensors), (sample.target, found)
 
@@ -278,7 +278,7 @@ def test_the_lists_of_both_kinds_of_devices_are_known_here(device: str) -> None:
                 in_dtypes(sample, FP32 if sample.target in LOWER else BF16),
             )
             args, kwargs = map_specs(specs, lambda each: casted(each, each.dtype))
-            cast = casting.find(sample.target, args, kwargs, {}, BF16)
+            cast = casting.find(Call(sample.target, args, kwargs), {}, BF16)
             found[cast.results[0] is BF16].add(sample.target)
     assert found == {True: LOWER, False: WIDER[device]}
 
