@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
+    from autopar.trace.forms.linear_scan import scan
 
 __all__ = [
     "AutoparError",
@@ -43,6 +44,7 @@ __all__ = [
     "register",
     "report",
     "save",
+    "scan",
     "timeline",
     "verify_operator",
 ]
@@ -65,6 +67,7 @@ _MODULE_OF = {
     "register": "autopar.sharding.declared",
     "report": "autopar.api",
     "save": "autopar.runtime.module.saves",
+    "scan": "autopar.trace.forms.linear_scan",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

@@ -576,6 +576,11 @@ class Prices(TensorPrices):
             axes = parse_key(args[3])[1]
             sums = sum(self._collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
             return self._around() + sums + self._copy(added), 0.0
+        if name == "s_to_b":  # a row of each rank
+            group, dim, _, sizes = args[:4]
+            nbytes = spec.nbytes // max(1, spec.shape[dim]) * sum(sizes)
+            seconds = self._collective(Collective.ALL_GATHER, nbytes, parse_key(group)[1])
+            return seconds, seconds if backward else 0.0
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
             number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats
