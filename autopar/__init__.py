@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
+    from autopar.trace.forms.linear_scan import scan
 
 __all__ = [
     "AutoparError",
@@ -47,6 +48,7 @@ __all__ = [
     "report",
     "save",
     "save_pretrained",
+    "scan",
     "steps",
     "timeline",
     "verify_operator",
@@ -72,6 +74,7 @@ _MODULE_OF = {
     "report": "autopar.api",
     "save": "autopar.runtime.module.saves",
     "save_pretrained": "autopar.runtime.module.pretrained",
+    "scan": "autopar.trace.forms.linear_scan",
     "steps": "autopar.runtime.module.steps",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",

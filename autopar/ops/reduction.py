@@ -3,20 +3,26 @@
 sum    "n s+ -> n"     a partial sum leaves, for whoever needs it to add up
 mean   "n s+ -> n"     the local sum over the *global* count
 histc  "s+ -> b"       counts of parts add up where bins are given
-others "n s. -> n"     (extrema, moments, norms, sorts, scans) want the reduced dims whole
+cumsum "n s> -> n s>"  the local one and the sum of what all ranks before have in all
+scan   the same        once for the ranks' last states, and once more from the state of the rank before
+others "n s. -> n"     (extrema, moments, norms, sorts, other scans) want the reduced dims whole
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from autopar.core.operator_facts import declare
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind, Labels
-from autopar.sharding.rule import Instance, Rule, Sample, Site, register
+from autopar.sharding.halo import place_along
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.trace.forms.linear_scan import SCAN
 
 aten = torch.ops.aten
 
@@ -190,7 +196,6 @@ class Scan(Rule):
     """Scans and sorts along one dim, which stays, whole."""
 
     targets = (
-        aten.cumsum.default,
         aten.cumprod.default,
         aten.logcumsumexp.default,
         aten.cummax.default,
@@ -209,12 +214,98 @@ class Scan(Rule):
 
     def samples(self) -> Iterable[Sample]:
         x = torch.randn(3, 5, 7)
-        yield Sample(aten.cumsum.default, (x, 1))
         yield Sample(aten.cumprod.default, (x, -1))
         yield Sample(aten.sort.default, (x, 0, True))
         yield Sample(aten.sort.stable, (x,), {"stable": True, "dim": -1})
         yield Sample(aten.topk.default, (x, 3))
         yield Sample(aten.cummax.default, (x, 1))
+
+
+class HandedOn(Rule):
+    """Scans whose state ranks hand on: each gives its last row, and takes what comes of those before it."""
+
+    def along(self, op: Instance) -> int:
+        return op.dim(op["dim"])
+
+    def equation(self, op: Instance) -> Equation:
+        labels = tuple(f"d{dim}" for dim in range(len(op.shape())))
+        kinds = {labels[self.along(op)]: Kind.SCANNED} if labels else {}
+        return Equation((labels,) * len(op.operands), (labels,), kinds)
+
+    def depth_of(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super().depth_of(op, equation, factor, atoms)
+        scanned = equation.kind(factor) is Kind.SCANNED
+        return min(depth, 1) if scanned else depth  # a rank's rows are one range
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        if not site.shape() or not site.axes(f"d{self.along(site)}"):
+            return (site.local_call(),)
+        return (self.handed_on(site, self.along(site)),)
+
+    @abstractmethod
+    def handed_on(self, site: Site, dim: int) -> Handle:
+        """The rank's rows of the scan."""
+
+    def of_all(self, site: Site, row: Handle, dim: int) -> Handle:
+        """One row of each rank, in order."""
+        axes = site.axes(f"d{dim}")
+        places = math.prod(site.mesh.shape[axis] for axis in axes)
+        shape = list(site.emitter.shape(row))
+        shape[dim] = places
+        how = site.key(axes), dim, 1, [1] * places
+        return site.emitter.collective(torch.ops.autopar.s_to_b.default, (row, *how), shape)
+
+    def rows(self, site: Site, value: Handle, dim: int, start: int, stop: int) -> Handle:
+        return site.call(aten.slice.Tensor, value, dim, start, stop)
+
+    def last(self, site: Site, value: Handle, dim: int) -> Handle:
+        length = site.emitter.shape(value)[dim]
+        return self.rows(site, value, dim, length - 1, length)
+
+
+@register
+class CumulativeSum(HandedOn):
+    """Sums of the rows so far."""
+
+    targets = (aten.cumsum.default,)
+
+    def handed_on(self, site: Site, dim: int) -> Handle:
+        local = site.local_call()
+        rows = self.of_all(site, self.last(site, local, dim), dim)
+        before = self.rows(site, rows, dim, 0, place_along(site, f"d{dim}"))
+        total = site.call(aten.sum.dim_IntList, before, [dim], True, dtype=site.result_dtype())
+        return site.call(aten.add.Tensor, local, total)
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(3, 5, 7)
+        yield Sample(aten.cumsum.default, (x, 1))
+        yield Sample(aten.cumsum.default, (x > 0, -1), {"dtype": torch.int32})
+        yield Sample(aten.cumsum.default, (torch.tensor(2.0), 0))
+
+
+@register
+class LinearScan(HandedOn):
+    """States h = a h + b, one after the other: `autopar.scan`."""
+
+    targets = (SCAN,)
+
+    def handed_on(self, site: Site, dim: int) -> Handle:
+        decay, update = site.values
+        whole = site.call(aten.prod.dim_int, decay, dim, True)
+        ends = self.last(site, site.local_call(), dim)
+        states = site.call(SCAN, *(self.of_all(site, row, dim) for row in (whole, ends)), dim)
+        place = place_along(site, f"d{dim}")
+        before = self.rows(site, states, dim, max(0, place - 1), place)
+        state = site.call(aten.sum.dim_IntList, before, [dim], True)  # 0 of no row
+        a, b = (self.rows(site, x, dim, 0, 1) for x in (decay, update))
+        first = site.call(aten.add.Tensor, b, site.call(aten.mul.Tensor, a, state))
+        rest = self.rows(site, update, dim, 1, site.emitter.shape(update)[dim])
+        return site.call(SCAN, decay, site.call(aten.cat.default, [first, rest], dim), dim)
+
+    def samples(self) -> Iterable[Sample]:
+        decay, update = torch.rand(3, 7, 2), torch.randn(3, 7, 2)
+        yield Sample(SCAN, (decay, update, 1))
+        yield Sample(SCAN, (decay.masked_fill(decay < 0.3, 0.0), update, 1))
 
 
 declare(aten.sum, sum_of=1)

@@ -4,11 +4,12 @@
     linear    "n s i+, o i+ -> n s o"
     bias      "..., ..., o&"      an additive operand: joins a partial sum once
 
-    + contracted   ~ windowed   . whole   % statistic   & additive   (none) free   _ no factor
+    + contracted   ~ windowed   . whole   % statistic   > scanned   & additive   (none) free   _ no factor
 
 A factor that is sharded on an axis makes every operand that has it `Shard`, every operand that
 lacks it `Broadcast`, and every result `Shard` or, if the factor is contracted, `Partial`. A result
-that lacks a statistic factor is made of all-reduced statistics: `Replicate`.
+that lacks a statistic factor is made of all-reduced statistics: `Replicate`. Along a scanned factor ranks
+hand a state on: rows lie as along a free one, but aren't apart.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Kind(Enum):
     WINDOWED = "~"
     WHOLE = "."
     STATISTIC = "%"
+    SCANNED = ">"
 
 
 Labels = tuple[str | None, ...]
@@ -67,7 +69,7 @@ def parse(text: str, **rest: object) -> Equation:
     def labels(part: str, position: int | None) -> Labels:
         found: list[str | None] = []
         for word in part.split():
-            name = word.rstrip("+~.%&")
+            name = word.rstrip("+~.%>&")
             if "&" in word and position is not None:
                 additive.add(position)
             for mark in set(word[len(name) :]) - {"&"}:

@@ -95,9 +95,9 @@ def tokens_and_labels() -> tuple[Tensor, Tensor]:
     return torch.randint(0, WORDS, (2, 13)), labels
 
 
-def split(model: nn.Module, mesh: Mesh, wanted: tuple[Parallelism, ...]) -> Pins:
+def split(model: nn.Module, inputs: tuple[Tensor, ...], mesh: Mesh, wanted: tuple[Parallelism, ...]) -> Pins:
     """Every operator split as is wanted on each axis, or whole where it can't be."""
-    graph, _ = traced(model, *tokens_and_labels())
+    graph, _ = traced(model, *inputs)
     dims = dims_of(graph, mesh)
     kinds, pins = Kinds(graph, dims), {}
     for item in graph.operators:
@@ -113,7 +113,7 @@ def split(model: nn.Module, mesh: Mesh, wanted: tuple[Parallelism, ...]) -> Pins
 
 def proved(loss: Loss, mesh: Mesh, wanted: tuple[Parallelism, ...]) -> tuple[Pins, Report]:
     model = Words(loss)
-    pins = split(model, mesh, wanted)
+    pins = split(model, tokens_and_labels(), mesh, wanted)
     target = Target(model, tokens_and_labels(), {}, lambda y: y, "")
     asked = Request(measure=False, alternatives=False, pins=pins, mesh=mesh)
     with Database.in_memory(autopar.__file__) as database:

@@ -117,6 +117,10 @@ class Exchanges:
                 axes = parse_key(args[3])[1]
                 sums = sum(self.collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
                 return around + sums + self.copy(added), 0.0
+            case "s_to_b":  # a row of each rank
+                group, dim, _, sizes = args[:4]
+                nbytes = spec.nbytes // max(1, spec.shape[dim]) * sum(sizes)
+                seconds = self.collective(Collective.ALL_GATHER, nbytes, parse_key(group)[1])
             case "batch_norm":
                 key = next(item for item in args if isinstance(item, str))
                 number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats

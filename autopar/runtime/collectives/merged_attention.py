@@ -29,7 +29,7 @@ from autopar.trace.attention.row_attention import OPERANDS, ROWS, row_scratch, s
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group: str, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    rows = torch.ops.autopar_attention.rows_forward.default
+    rows = torch.ops.autopar_attention.row_attention_forward.default
     out, lse = rows(query, key, value, mask, *how)
     top = lse.clone()
     transport.all_reduce(top, groups.group(group), dist.ReduceOp.MAX)
@@ -43,7 +43,7 @@ def _forward(
 
 
 def _differentiate(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.autopar_attention.rows_backward.default
+    backward = torch.ops.autopar_attention.row_attention_backward.default
     return slopes_by(backward, ctx, gradient, skipped=1)  # the group
 
 

@@ -126,13 +126,13 @@ OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 SLOPES = "(Tensor, Tensor, Tensor, Tensor)"
 _HOW = "int first, int start, int? before, int? after, float scale"
 _forward = _custom_op(
-    f"{NAMESPACE}::rows_forward",
+    f"{NAMESPACE}::row_attention_forward",
     _run,
     mutates_args=(),
     schema=f"({OPERANDS}, {_HOW}) -> (Tensor, Tensor)",
 )
 _backward = _custom_op(
-    f"{NAMESPACE}::rows_backward",
+    f"{NAMESPACE}::row_attention_backward",
     _run_backward,
     mutates_args=(),
     schema=f"(Tensor gradient, {OPERANDS}, Tensor out, Tensor lse, bool learns, {_HOW}) -> {SLOPES}",
@@ -154,19 +154,19 @@ def slopes_by(backward: Any, ctx: Any, gradient: Tensor, *, skipped: int = 0) ->
 
 
 def _differentiate(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    return slopes_by(torch.ops.autopar_attention.rows_backward.default, ctx, gradient)
+    return slopes_by(torch.ops.autopar_attention.row_attention_backward.default, ctx, gradient)
 
 
 _forward.register_fake(shape_of)
 _backward.register_fake(backward_shape)
 _forward.register_autograd(_differentiate, setup_context=save)
-_library.define(f"rows({OPERANDS}, {_HOW}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"row_attention({OPERANDS}, {_HOW}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl(
-    "rows",
-    lambda *args: torch.ops.autopar_attention.rows_forward.default(*args)[0],
+    "row_attention",
+    lambda *args: torch.ops.autopar_attention.row_attention_forward.default(*args)[0],
     "CompositeImplicitAutograd",
 )
-ROWS: Any = torch.ops.autopar_attention.rows.default
+ROWS: Any = torch.ops.autopar_attention.row_attention.default
 
 
 def is_in_blocks(given: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> bool:
@@ -230,7 +230,7 @@ def block_scratch(query: TensorSpec, key: TensorSpec, value: TensorSpec, rows: i
 
 
 def row_scratch(args: Sequence[Any]) -> tuple[int, int]:
-    """Bytes that `rows` needs beside operands and results, each way."""
+    """Bytes that `row_attention` needs beside operands and results, each way."""
     query, key, value, mask, first, start, *band, _ = args
     blocks = list(blocks_of(query, key, first, start, Band(*band)))
     most = max((block.keys[1] - block.keys[0] for block in blocks), default=0)

@@ -3,6 +3,7 @@
     line      offset + sum_d slope_d index_d                arange(s)[:, None] - 3        i - 3
     choice    one number where lines are all >= 0,          arange(s) <= arange(s)[:, None]
               another number elsewhere                                     True where i - j >= 0, else False
+    size      the absolute value of a line of integers                     |i - j|, which a window compares
 
 A line without slopes is one number everywhere. Lines that are >= 0 at all indices of a tensor say nothing,
 and one that never is leaves the other number. Whatever is made otherwise has no form.
@@ -73,7 +74,15 @@ class TwoNumbers:
         return TwoNumbers(self.lines, change(self.inside), change(self.outside))
 
 
+@dataclass(frozen=True, slots=True)
+class LineSize:
+    """The absolute value of a line of integers; only comparisons with a number make something of it."""
+
+    line: Line
+
+
 Form: TypeAlias = Line | TwoNumbers
+AnyForm: TypeAlias = Form | LineSize
 
 
 def padded(slopes: tuple[int, ...], rank: int) -> tuple[int, ...]:

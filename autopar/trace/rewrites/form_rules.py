@@ -14,7 +14,17 @@ from typing import Any, TypeAlias
 import torch
 
 from autopar.core.graph import Ref
-from autopar.trace.rewrites.closed_forms import HIDDEN, Form, Line, Number, TwoNumbers, complement, padded
+from autopar.trace.rewrites.closed_forms import (
+    HIDDEN,
+    AnyForm,
+    Form,
+    Line,
+    LineSize,
+    Number,
+    TwoNumbers,
+    complement,
+    padded,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,7 @@ class FormCall:
     """One call: arguments by name, operands' forms, and the tensor that it gives."""
 
     arguments: Mapping[str, Any]
-    forms: Mapping[str, Form]
+    forms: Mapping[str, AnyForm]
     specs: Mapping[str, Any]
     result: str
 
@@ -42,17 +52,26 @@ class FormCall:
         return default if value is None else value
 
     def form(self, name: str) -> Form | None:
-        """The form of an argument: a tensor's, or a number's."""
+        """The form of an argument: a tensor's, or a number's; none of sizes, which `size` gives."""
         value = self.arguments.get(name)
         if isinstance(value, Ref):
-            return self.forms[value.name]
+            form = self.forms[value.name]
+            return None if isinstance(form, LineSize) else form
         return Line((), value) if isinstance(value, (bool, int, float)) else None
+
+    def size(self, name: str) -> LineSize | None:
+        value = self.arguments.get(name)
+        form = self.forms[value.name] if isinstance(value, Ref) else None
+        return form if isinstance(form, LineSize) else None
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self.specs[self.arguments[name].name].shape)
 
-    def simple(self, form: Form) -> Form | None:
+    def simple(self, form: AnyForm) -> AnyForm | None:
         """The form without slopes and lines that say nothing; None where a number isn't held exactly."""
+        if isinstance(form, LineSize):
+            line = self.simple(form.line)
+            return LineSize(line) if isinstance(line, Line) else None
         if isinstance(form, Line):
             form = self._along_dims(form)
             ends = form.least(self.shape), -form.times(-1).least(self.shape)
@@ -84,7 +103,7 @@ class FormCall:
         return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max  # else it wraps
 
 
-_Rule: TypeAlias = Callable[[FormCall], Form | None]
+_Rule: TypeAlias = Callable[[FormCall], AnyForm | None]
 
 
 # -- what makes numbers -----------------------------------------------------------------------------------
@@ -278,10 +297,30 @@ def _compared(lines: Callable[[Line], tuple[Line, ...]], compare: Callable[[Any,
     return rule
 
 
+def _size(given: FormCall) -> LineSize | None:
+    form = given.form("self")
+    return LineSize(form) if isinstance(form, Line) and isinstance(form.offset, int) else None
+
+
+def _of_sizes(rule: _Rule, *, less: int, inside: bool) -> _Rule:
+    """A comparison that is `inside` where a size is at most a number, `less` so many; of others what a rule
+    says."""
+
+    def sized(given: FormCall) -> AnyForm | None:
+        size, other = given.size("self"), given.form("other")
+        if size is None or not isinstance(other, Line) or not other.is_number:
+            return rule(given)
+        limit = Line((), other.offset - less)
+        lines = limit.plus(size.line, -1), limit.plus(size.line)
+        return TwoNumbers(lines, inside, not inside) if isinstance(limit.offset, int) else None
+
+    return sized
+
+
 def _unequal(given: FormCall) -> Form | None:
     equal = _compared(lambda line: (line, line.times(-1)), operator.eq)(given)
     simple = equal and given.simple(equal)
-    return None if simple is None else _not_of(simple)
+    return None if simple is None or isinstance(simple, LineSize) else _not_of(simple)
 
 
 def _shifted(line: Line) -> Line:
@@ -396,10 +435,11 @@ FORM_RULES: Mapping[str, _Rule] = {
     "sub": _sum(-1),
     "rsub": _reversed_difference,
     "mul": _product,
-    "ge": _compared(lambda line: (line,), operator.ge),
-    "gt": _compared(lambda line: (_shifted(line),), operator.gt),
-    "le": _compared(lambda line: (line.times(-1),), operator.le),
-    "lt": _compared(lambda line: (_shifted(line.times(-1)),), operator.lt),
+    "abs": _size,
+    "ge": _of_sizes(_compared(lambda line: (line,), operator.ge), less=1, inside=False),
+    "gt": _of_sizes(_compared(lambda line: (_shifted(line),), operator.gt), less=0, inside=False),
+    "le": _of_sizes(_compared(lambda line: (line.times(-1),), operator.le), less=0, inside=True),
+    "lt": _of_sizes(_compared(lambda line: (_shifted(line.times(-1)),), operator.lt), less=1, inside=True),
     "eq": _compared(lambda line: (line, line.times(-1)), operator.eq),
     "ne": _unequal,
     **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), _and),

@@ -2,7 +2,7 @@
 
     sdpa(q, k, v, ones(b, 1, s, s))            sdpa(q, k, v)
     sdpa(q, k, v, arange(s) <= arange(s)ᵀ)     sdpa(q, k, v, is_causal=True)
-    sdpa(q, k, v, a window of w keys)          rows(q, k, v, before=w - 1, after=0), blocks without a mask
+    sdpa(q, k, v, a window of w keys)          row_attention(q, k, v, before=w - 1, after=0), blocks
 
 Models write such masks out where they are traced, since they can't ask there whether a mask hides anything;
 fused kernels are several times as fast without one, and keep no part of it for backward.

@@ -11,7 +11,7 @@ from autopar.core.graph import Graph, Operator
 from autopar.core.score_blocks import Band
 from autopar.torch_seams.schemas import short_name
 from autopar.trace.forms.call_forms import arguments_of
-from autopar.trace.rewrites.closed_forms import HIDDEN, Form, Line, Number, complement
+from autopar.trace.rewrites.closed_forms import HIDDEN, AnyForm, Line, Number, TwoNumbers, complement
 from autopar.trace.rewrites.form_rules import FORM_RULES, FormCall
 
 _LATER, _EARLIER = (1, -1), (-1, 1)  # slopes of the lines where keys end after a row's place, and before it
@@ -23,7 +23,7 @@ class MaskForms:
     def __init__(self, graph: Graph) -> None:
         self.makers = {name: item for item in graph.operators for name in item.results if name}
         self.specs = graph.specs
-        self.forms: dict[str, Form | None] = {}
+        self.forms: dict[str, AnyForm | None] = {}
 
     def mask(self, name: str) -> Band | None:
         """What attention's mask shows; None of one that hides anything else, or that has no form."""
@@ -39,7 +39,7 @@ class MaskForms:
             return None
         return Band(before=ends.get(_EARLIER), after=ends.get(_LATER))
 
-    def form(self, name: str) -> Form | None:
+    def form(self, name: str) -> AnyForm | None:
         """A tensor's form; None of one that has none, or none that is known."""
         if name not in self.forms:
             self.forms[name] = None
@@ -48,7 +48,7 @@ class MaskForms:
                 self.forms[name] = self._made(maker, name)
         return self.forms[name]
 
-    def _made(self, maker: Operator, name: str) -> Form | None:
+    def _made(self, maker: Operator, name: str) -> AnyForm | None:
         rule = FORM_RULES.get(short_name(maker.target))
         if rule is None:
             return None
@@ -62,7 +62,7 @@ class MaskForms:
         return None if form is None else given.simple(form)
 
 
-def _shown(form: Form, *, is_bool: bool) -> tuple[Line, ...] | None:
+def _shown(form: AnyForm, *, is_bool: bool) -> tuple[Line, ...] | None:
     """The lines that are >= 0 where a mask shows a score; None where that has no such form."""
 
     def shows(number: Number) -> bool | None:
@@ -72,6 +72,8 @@ def _shown(form: Form, *, is_bool: bool) -> tuple[Line, ...] | None:
 
     if isinstance(form, Line):
         return () if form.is_number and shows(form.offset) else None
+    if not isinstance(form, TwoNumbers):
+        return None
     match shows(form.inside), shows(form.outside):
         case True, False:
             return form.lines

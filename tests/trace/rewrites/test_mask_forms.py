@@ -15,7 +15,7 @@ from autopar.core.graph import Graph
 from autopar.core.score_blocks import CAUSAL as CAUSAL_BAND
 from autopar.core.score_blocks import Band
 from autopar.trace.export import trace
-from autopar.trace.rewrites.closed_forms import Form, Line, TwoNumbers
+from autopar.trace.rewrites.closed_forms import AnyForm, Line, TwoNumbers
 from autopar.trace.rewrites.mask_forms import MaskForms
 
 SMALLEST = torch.finfo(torch.float32).min
@@ -39,7 +39,7 @@ def made_by(make: Callable[[int], Tensor], length: int) -> tuple[Graph, str]:
     return graph, made[0]
 
 
-def holds(form: Form, shape: tuple[int, ...]) -> Tensor:
+def holds(form: AnyForm, shape: tuple[int, ...]) -> Tensor:
     """A form written out."""
     places = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
 
@@ -91,6 +91,18 @@ def banded(length: int) -> Tensor:
     return torch.where(shown, added(length), SMALLEST)
 
 
+def near(length: int) -> Tensor:
+    return (rows(length) - keys(length)).abs() <= 2
+
+
+def not_far(length: int) -> Tensor:
+    return ~((rows(length) - keys(length)).abs() >= 4) & ~((keys(length) - rows(length)).abs() > 3)
+
+
+def nearer(length: int) -> Tensor:
+    return (keys(length) - rows(length)).abs() < 3
+
+
 def stepped(length: int) -> Tensor:
     positions = torch.arange(2, 2 + 2 * length, 2)[1:]
     positions = torch.cat([positions[:1] - 2, positions])
@@ -100,7 +112,7 @@ def stepped(length: int) -> Tensor:
 CAUSAL = (added, turned, filled, chosen, stepped)
 
 
-@pytest.mark.parametrize("make", [*CAUSAL, of_both, banded])
+@pytest.mark.parametrize("make", [*CAUSAL, of_both, banded, near, nearer, not_far])
 def test_a_form_is_what_is_made(make: Callable[[int], Tensor]) -> None:
     graph, name = made_by(make, 7)
     form = MaskForms(graph).form(name)
@@ -114,6 +126,13 @@ def test_masks_are_read_at_any_length(make: Callable[[int], Tensor]) -> None:
         graph, name = made_by(make, length)
         wanted = Band(before=None if make in CAUSAL else 2, after=0)
         assert MaskForms(graph).mask(name) == wanted, length
+
+
+@pytest.mark.parametrize(("make", "reach"), [(near, 2), (nearer, 2), (not_far, 3)])
+def test_windows_of_both_sides_are_read(make: Callable[[int], Tensor], reach: int) -> None:
+    for length in (7, 1 << 17):
+        graph, name = made_by(make, length)
+        assert MaskForms(graph).mask(name) == Band(before=reach, after=reach), length
 
 
 @given(
