@@ -23,7 +23,7 @@ from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.launch.flight_record import note_step
 from autopar.runtime.launch.leaving import LeaveRequest, leave_run
 from autopar.runtime.module.sampler import BatchSampler
-from autopar.runtime.module.saves import KEPT_SAVES, load, save
+from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, save
 from autopar.runtime.module.step_reports import StepClock, StepReport
 
 REPORT_EVERY = 100  # steps, likewise
@@ -47,6 +47,7 @@ class Steps:
     sampler: Any
     others: dict[str, Any]
     clock: StepClock
+    background: bool = False
     on_report: Callable[[StepReport], object] | None = None
     extra: Any = None
     step: int = 0
@@ -65,9 +66,10 @@ class Steps:
                     self.step += 1
                     self._border(request)
         if self._saved != self.step:
-            self.save()
+            self.save(background=False)
+        finish_saves()
 
-    def save(self) -> Path:
+    def save(self, *, background: bool | None = None) -> Path:
         """Save the run now; on all ranks, between steps."""
         path = save(
             self.folder,
@@ -76,6 +78,7 @@ class Steps:
             step=self.step,
             extra=self.extra,
             keep=self.keep,
+            background=self.background if background is None else background,
             **self.others,
         )
         self._saved = self.step
@@ -103,9 +106,10 @@ class Steps:
         leaves = _anybody_leaves(request, self.step)
         note_step(self.step)  # which all ranks have come to the end of
         self._report()
+        finish_saves(wait=False)
         if leaves or self.step % self.save_every == 0:
             with self.clock.paused():
-                self.save()
+                self.save(background=False if leaves else None)
         if leaves:
             if os.environ.get("RANK", "0") == "0":
                 print(
@@ -145,6 +149,7 @@ def steps(
     save_every: int = SAVE_EVERY,
     extra: Any = None,
     keep: int = KEPT_SAVES,
+    background: bool = False,
     report_every: int = REPORT_EVERY,
     on_report: Callable[[StepReport], object] | None = None,
 ) -> Steps:
@@ -157,9 +162,9 @@ def steps(
 
     `loader` is a DataLoader whose `batch_sampler` is `parallel.sampler(dataset)`. What is passed is saved as
     by `autopar.save`, every `save_every` steps and at the end; `extra` is saved beside it, until a save gives
-    another. SIGTERM or SIGUSR1 on any rank has all save after the step under way, and the process end
-    with exit code 75, by SystemExit: started again, under any plan and on any number of ranks, the run goes
-    on with the next batch. Every `report_every` steps
+    another; with `background` a thread writes while steps go on. SIGTERM or SIGUSR1 on any rank has all save
+    after the step under way, and the process end with exit code 75, by SystemExit: started again, under any
+    plan and on any number of ranks, the run goes on with the next batch. Every `report_every` steps
     `on_report` is called, on all ranks, with their mean seconds beside the plan's, as by `on_report=print`; a
     rank for which the others wait is named on stderr. What is returned knows the `step` and the `epoch`.
 
@@ -183,6 +188,7 @@ def steps(
         _sampler_of(loader),
         {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler},
         StepClock(model, report_every),
+        background,
         on_report,
         extra,
     )
