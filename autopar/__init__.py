@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autopar.results.plan.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.pretrained import load_pretrained, save_pretrained
-    from autopar.runtime.module.saves import load, save
+    from autopar.runtime.module.saves import finish_saves, load, save
     from autopar.runtime.module.steps import steps
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
@@ -38,6 +38,7 @@ __all__ = [
     "PlanOptions",
     "compare",
     "explain",
+    "finish_saves",
     "full",
     "load",
     "load_pretrained",
@@ -64,6 +65,7 @@ _MODULE_OF = {
     "PlanOptions": "autopar.planning.asked.options",
     "compare": "autopar.api",
     "explain": "autopar.api",
+    "finish_saves": "autopar.runtime.module.saves",
     "full": "autopar.runtime.module.whole_model",
     "load": "autopar.runtime.module.saves",
     "load_pretrained": "autopar.runtime.module.pretrained",

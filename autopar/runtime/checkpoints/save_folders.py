@@ -75,11 +75,16 @@ def publish(draft: Path, manifest: Manifest) -> Path:
         sync_file(draft / name)
     write_whole(draft / MANIFEST, json.dumps(asdict(manifest)), where=f"autopar.save to {draft.parent}")
     sync_folder(draft)
-    path = draft.with_name(draft.name.removeprefix(".").removesuffix(".part"))
+    path = published_name(draft)
     draft.rename(path)
     with suppress(OSError):  # file systems that can't
         sync_folder(path.parent)
     return path
+
+
+def published_name(draft: Path) -> Path:
+    """The name that a draft will have."""
+    return draft.with_name(draft.name.removeprefix(".").removesuffix(".part"))
 
 
 def drop_old(folder: Path, keep: int) -> None:

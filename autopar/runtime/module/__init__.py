@@ -8,6 +8,7 @@ whole_model        the serial model for a while, with all of its weights
 saves              a run in a folder, and back
 steps              a training loop that goes on from a save
 pretrained         weights from and to safetensors files
+step_reports       seconds of steps, and ranks for which others wait
 run_state          what a save has of a run
 regions            what of an input a rank reads
 sampler            which samples each rank loads

@@ -154,7 +154,7 @@ def _require_same(where: str, runner: Runner, files: Mapping[str, TensorInFile])
             found=f"files {'; '.join(found)}",
             wanted="the serial model's names and shapes",
             remedy="pass rename=, which gives the model's name for each of the files' or None; tie weights "
-            "of a model on the meta device by tie_weights(); from_pretrained reads what transformers joins",
+            "of a model on the meta device by tie_weights(); load whole what transformers joins",
         )
 
 

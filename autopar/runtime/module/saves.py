@@ -10,19 +10,21 @@ ranks, so that none waits for one that has raised.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -63,12 +65,16 @@ def save(
     step: int | None = None,
     extra: Any = None,
     keep: int = KEPT_SAVES,
+    background: bool = False,
 ) -> Path:
     """Save the run below `folder`, where it counts once it is whole; returns the save's own folder.
 
     Saved are the model's parameters and buffers, optimizers' state, the state dicts of `scheduler`, `scaler`
     and `sampler`, modes of modules, random states, `step`, and rank 0's `extra`, of plain values and tensors.
     The last `keep` good saves stay. Call it between steps, on all ranks: gradients aren't saved.
+
+    With `background` tensors are copied, and a thread writes the copies while the run goes on: the save
+    counts once `finish_saves`, or the next `save` or `load`, has given it its name.
 
     Raises InputError on every rank, leaving earlier saves as they are, where ranks differ or the folder can't
     be written.
@@ -78,6 +84,7 @@ def save(
     if keep < 1:
         raise InputError(where=where, found=f"keep={keep}", wanted="at least 1", remedy="leave it out")
     run = RunState.of(model, optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
+    finish_saves()
     with collective("autopar.save"):
         parts = run.parts()
         run.require_alike(parts)
@@ -102,33 +109,122 @@ def save(
             files={},
             torch=str(torch.__version__),
         )
-        return _written(folder, where, tensors, state, manifest, keep)
+        draft = on_rank_0(where, lambda: _begin(folder, where, state))
+        under_way = SaveUnderWay(where, draft, manifest, keep)
+        return under_way.begin(tensors) if background else under_way.write(tensors)
 
 
-def _written(
-    folder: Path, where: str, tensors: dict[str, Any], state: dict[str, Any], manifest: Manifest, keep: int
-) -> Path:
-    """Write a save and publish it; collective."""
-    draft = on_rank_0(where, lambda: save_folders.begin(folder))
+@dataclass(slots=True)
+class SaveUnderWay:
+    """A draft that ranks write, in a thread if they `begin` it, and its name once all have."""
+
+    where: str
+    draft: Path
+    manifest: Manifest
+    keep: int
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+    _files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def write(self, tensors: dict[str, Any]) -> Path:
+        """Write the tensors and publish the save; collective."""
+        self._write(tensors, None)
+        return self.finish()
+
+    def begin(self, tensors: dict[str, Any]) -> Path:
+        """Write copies of the tensors in a thread; where the save will be; collective."""
+        global _under_way
+        copies, group = _copied(tensors), _group_of_saves()
+        self._thread = threading.Thread(
+            target=self._write, args=(copies, group), name="autopar save", daemon=True
+        )
+        self._thread.start()
+        _under_way = self
+        return save_folders.published_name(self.draft)
+
+    def _write(self, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        """Write this rank's tensors, and find their checksums; what goes wrong is told by `finish`."""
+        try:
+            with _told_by_torch(self.where):
+                writer, alone = FileSystemWriter(self.draft), not dist.is_initialized()
+                save_tensors(tensors, storage_writer=writer, process_group=group, no_dist=alone)
+            self._files = save_folders.listed(self.draft, f"__{_rank()}_*")
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written all of its own."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> Path:
+        """Publish the save once all ranks have written, or raise what went wrong; collective."""
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            if self._error is not None:
+                raise self._error
+            written = merged(everybody(self._files))
+            path = on_rank_0(self.where, lambda: _finish(self.draft, self.where, self.manifest, written))
+        except BaseException:
+            if _rank() == 0:
+                shutil.rmtree(self.draft, ignore_errors=True)
+            raise
+        on_rank_0(self.where, lambda: save_folders.drop_old(self.draft.parent, self.keep))
+        return path
+
+
+_under_way: SaveUnderWay | None = None
+_groups: dict[int, dist.ProcessGroup] = {}  # for threads that save, by the id of the world
+
+
+def finish_saves(*, wait: bool = True) -> None:
+    """Let a save count that `save(background=True)` has begun, on all ranks; nothing where there is none.
+
+    Without `wait` only if all ranks have written it. Raises InputError on every rank where it couldn't be.
+    """
+    global _under_way
+    under_way = _under_way
+    if under_way is None:
+        return
+    with collective("autopar.finish_saves"):
+        if wait or all(everybody(under_way.is_written)):
+            _under_way = None
+            under_way.finish()
+
+
+def _group_of_saves() -> dist.ProcessGroup | None:
+    """Group of all ranks on which threads alone speak; collective the first time."""
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    if id(world) not in _groups:
+        made: Any = dist.new_group(backend="gloo")
+        _groups[id(world)] = made
+    return _groups[id(world)]
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with copies of its tensors."""
+    if isinstance(tree, Mapping):
+        return {name: _copied(item) for name, item in tree.items()}
+    return tree.detach().clone() if isinstance(tree, Tensor) else copy.deepcopy(tree)
+
+
+def _begin(folder: Path, where: str, state: dict[str, Any]) -> Path:
+    """Make a draft with what rank 0 writes beside tensors."""
+    raw = _packed(where, state)
+    draft = save_folders.begin(folder)
     try:
-        with _told_by_torch(where):
-            writer = FileSystemWriter(draft)
-            save_tensors(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-        written = merged(everybody(save_folders.listed(draft, f"__{_rank()}_*")))
-        path = on_rank_0(where, lambda: _finish(draft, where, state, manifest, written))
+        (draft / STATE_FILE).write_bytes(raw)
     except BaseException:
-        if _rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
-    on_rank_0(where, lambda: save_folders.drop_old(folder, keep))
-    return path
+    return draft
 
 
-def _finish(
-    draft: Path, where: str, state: dict[str, Any], manifest: Manifest, written: Mapping[str, tuple[int, int]]
-) -> Path:
-    """Write what rank 0 writes beside tensors, and give the draft its name."""
-    (draft / STATE_FILE).write_bytes(_packed(where, state))
+def _finish(draft: Path, where: str, manifest: Manifest, written: Mapping[str, tuple[int, int]]) -> Path:
+    """Give the draft its name."""
     if absent := [name for name in written if not (draft / name).is_file()]:
         raise InputError(
             where=where,
@@ -191,6 +287,7 @@ def load(
     """
     folder = Path(folder).absolute()
     where = f"autopar.load of {folder}"
+    finish_saves()
     run = RunState.of(model, optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
     with collective("autopar.load"):
         good = _found(folder, where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.launch.flight_record import note_step
 from autopar.runtime.launch.leaving import LeaveRequest, leave_run
 from autopar.runtime.module.sampler import BatchSampler
-from autopar.runtime.module.saves import KEPT_SAVES, load, save
+from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, save
+from autopar.runtime.module.step_reports import StepClock, StepReport
 
+REPORT_EVERY = 100  # steps, likewise
 SAVE_EVERY = 1000  # steps, where nobody says another number
 
 
@@ -44,10 +46,14 @@ class Steps:
     keep: int
     sampler: Any
     others: dict[str, Any]
+    clock: StepClock
+    background: bool = False
+    on_report: Callable[[StepReport], object] | None = None
     extra: Any = None
     step: int = 0
     epoch: int = 0
     _saved: int | None = field(default=None, repr=False)
+    _is_first: bool = field(default=True, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
@@ -60,9 +66,10 @@ class Steps:
                     self.step += 1
                     self._border(request)
         if self._saved != self.step:
-            self.save()
+            self.save(background=False)
+        finish_saves()
 
-    def save(self) -> Path:
+    def save(self, *, background: bool | None = None) -> Path:
         """Save the run now; on all ranks, between steps."""
         path = save(
             self.folder,
@@ -71,10 +78,21 @@ class Steps:
             step=self.step,
             extra=self.extra,
             keep=self.keep,
+            background=self.background if background is None else background,
             **self.others,
         )
         self._saved = self.step
         return path
+
+    def _report(self) -> None:
+        """Report every so many steps; the first, which makes programs, isn't counted."""
+        if self._is_first:
+            self._is_first = False
+            self.clock.start()
+        elif (report := self.clock.tick(self.step)) is not None:
+            _tell_slow(report)
+            if self.on_report is not None:
+                self.on_report(report)
 
     def _begin(self) -> None:
         before = load(self.folder, self.model, sampler=self.sampler, missing_ok=True, **self.others)
@@ -87,14 +105,23 @@ class Steps:
         """After a step: save where it is time to, and leave where any rank is asked to."""
         leaves = _anybody_leaves(request, self.step)
         note_step(self.step)  # which all ranks have come to the end of
+        self._report()
+        finish_saves(wait=False)
         if leaves or self.step % self.save_every == 0:
-            self.save()
+            with self.clock.paused():
+                self.save(background=False if leaves else None)
         if leaves:
             if os.environ.get("RANK", "0") == "0":
                 print(
                     f"autopar: saved after step {self.step}, and left as asked", file=sys.stderr, flush=True
                 )
             leave_run()
+
+
+def _tell_slow(report: StepReport) -> None:
+    """Name ranks for which the others wait, on stderr of the first rank."""
+    if report.slow and os.environ.get("RANK", "0") == "0":
+        print(f"autopar: {report}", file=sys.stderr, flush=True)
 
 
 def _anybody_leaves(request: LeaveRequest, step: int) -> bool:
@@ -122,6 +149,9 @@ def steps(
     save_every: int = SAVE_EVERY,
     extra: Any = None,
     keep: int = KEPT_SAVES,
+    background: bool = False,
+    report_every: int = REPORT_EVERY,
+    on_report: Callable[[StepReport], object] | None = None,
 ) -> Steps:
     """The batches of `epochs` over `loader`, from where the newest save in `folder` was, saved as they go.
 
@@ -132,22 +162,35 @@ def steps(
 
     `loader` is a DataLoader whose `batch_sampler` is `parallel.sampler(dataset)`. What is passed is saved as
     by `autopar.save`, every `save_every` steps and at the end; `extra` is saved beside it, until a save gives
-    another. SIGTERM or SIGUSR1 on any rank has all save after the step under way, and the process end
-    with exit code 75, by SystemExit: started again, under any plan and on any number of ranks, the run goes
-    on with the next batch. What is returned knows the `step` and the `epoch`.
+    another; with `background` a thread writes while steps go on. SIGTERM or SIGUSR1 on any rank has all save
+    after the step under way, and the process end with exit code 75, by SystemExit: started again, under any
+    plan and on any number of ranks, the run goes on with the next batch. Every `report_every` steps
+    `on_report` is called, on all ranks, with their mean seconds beside the plan's, as by `on_report=print`; a
+    rank for which the others wait is named on stderr. What is returned knows the `step` and the `epoch`.
 
     Raises InputError for a loader whose place isn't known, and what `load` and `save` raise.
     """
-    if save_every < 1:
-        raise InputError(
-            where="autopar.steps",
-            found=f"save_every={save_every}",
-            wanted="at least 1 step between saves",
-            remedy=f"leave it out for {SAVE_EVERY}",
-        )
-    others = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    for name, between in (("save_every", save_every), ("report_every", report_every)):
+        if between < 1:
+            raise InputError(
+                where="autopar.steps",
+                found=f"{name}={between}",
+                wanted="at least 1 step",
+                remedy=f"leave it out, for {SAVE_EVERY} between saves and {REPORT_EVERY} between reports",
+            )
     return Steps(
-        model, loader, Path(folder).absolute(), epochs, save_every, keep, _sampler_of(loader), others, extra
+        model,
+        loader,
+        Path(folder).absolute(),
+        epochs,
+        save_every,
+        keep,
+        _sampler_of(loader),
+        {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler},
+        StepClock(model, report_every),
+        background,
+        on_report,
+        extra,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +28,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.run_state import RunState
+from autopar.runtime.module.saves import SaveUnderWay
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]
@@ -435,6 +438,66 @@ def test_when_a_rank_is_killed_in_a_save_the_newest_one_is_good(
 def test_the_newest_save_is_good_whenever_ranks_are_killed(pools: Pools, tmp_path: Path) -> None:
     for number in range(10):
         _kill(pools, tmp_path / str(number), number % 2, 0.05 + 0.0171 * number)
+
+
+# -- in the background ----------------------------------------------------------------------------
+
+
+def _in_background(case: str, folder: Path) -> list[dict[str, Tensor]]:
+    """Numbers after a save and three more steps while it is written, and those of a run from it."""
+    quiet()
+    run = Run(parallel(case, exact_random=True))
+
+    def after(step: int) -> None:
+        if step == BEFORE:
+            path = autopar.save(folder, run.model, **run.state, background=True)
+            assert not path.exists()
+
+    run.train(STEPS, after)
+    autopar.finish_saves()
+    assert [path.name for path in folder.iterdir()] == ["save-000001"]
+    other = Run(parallel(case, exact_random=True), rate=0.5)
+    assert autopar.load(folder, other.model, **other.state) is not None
+    other.train(STEPS - BEFORE)
+    return [run.numbers(), other.numbers()]
+
+
+@pytest.mark.parametrize("case", ["filter", "2 stages"])
+def test_a_save_in_the_background_has_what_was_when_it_began(case: str, pools: Pools, tmp_path: Path) -> None:
+    for begun, loaded in pools(2).run(_in_background, case, tmp_path):
+        assert [name for name, item in begun.items() if not torch.equal(item, loaded[name])] == []
+
+
+def _fails_in_background(folder: Path) -> None:
+    """What a thread can't write is an error on all ranks, at the end or in the next save."""
+    quiet()
+    run = Run(parallel("filter"))
+    run.train(1)
+    good = autopar.save(folder, run.model, **run.state)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for finish in (autopar.finish_saves, partial(autopar.save, folder, run.model)):
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+        try:
+            autopar.save(folder, run.model, **run.state, background=True)
+            with pytest.raises(InputError, match=r"autopar.save to .* on rank 1: .*make room"):
+                finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier()
+        assert [path.name for path in folder.iterdir()] == [good.name]
+    autopar.finish_saves()
+    autopar.save(folder, run.model, background=True)
+    while not (folder / "save-000002").exists():
+        autopar.finish_saves(wait=False)
+        time.sleep(0.01)
+    gc.collect()
+    held = [item for item in gc.get_objects() if type(item) is SaveUnderWay]
+    assert not held
+
+
+def test_a_thread_that_can_not_write_fails_the_save_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(_fails_in_background, tmp_path)
 
 
 # -- bad input ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.runtime.launch.leaving import LEFT
+from autopar.runtime.launch.processes import RankProcess
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.step_reports import StepReport
 from autopar.runtime.module.steps import Steps, steps
 from tests.pool import Pool
 
@@ -145,3 +148,49 @@ def test_a_sampler_takes_the_whole_batch_of_steps_of_micro_batches(
     options: dict[str, int], pools: Pools
 ) -> None:
     assert pools(2).run(_samples, options) == [range(8)] * 2
+
+
+def _report(*own: float) -> StepReport:
+    ranks = tuple(RankProcess(rank, 100 + rank, f"node{rank}", "") for rank in range(len(own)))
+    return StepReport(200, 0.05, 0.04, own, ranks)
+
+
+def test_a_rank_that_takes_much_longer_than_the_others_is_named_with_its_host() -> None:
+    report = _report(0.010, 0.011, 0.030, 0.012)
+    assert [item.rank for item in report.slow] == [2]
+    assert str(report) == (
+        "step 200: 50 ms a step, 40 ms predicted; rank 2 (pid 102 on node2) takes 2.7 x the others' median"
+    )
+    assert not _report(0.010, 0.014, 0.012).slow and not _report(0.1).slow
+    assert [item.rank for item in _report(0.020, 0.010).slow] == [0]
+
+
+def _with_a_slow_rank(folder: Path) -> list[tuple[int, list[int | str]]]:
+    """Reports of a run in which rank 1 computes for longer."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x.repeat(5, 1), x.repeat(5, 1))
+    model: ParallelModule = autopar.parallelize(
+        nn.Linear(4, 4),
+        ClusterSpec.local(2),
+        (x, x),
+        loss_fn=F.mse_loss,
+        force="batch",
+        measure=False,
+        quiet=True,
+    )
+    loader = DataLoader(data, batch_sampler=model.sampler(data))
+    reports: list[StepReport] = []
+    loop = autopar.steps(
+        model, loader, folder=folder, epochs=3, save_every=4, report_every=5, on_report=reports.append
+    )
+    for batch in loop:
+        model(*batch).backward()
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+    assert all(report.seconds >= 0.05 and report.predicted == model.plan.step_seconds for report in reports)
+    return [(report.step, [item.rank for item in report.slow]) for report in reports]
+
+
+def test_reports_name_the_rank_for_which_others_wait(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(_with_a_slow_rank, tmp_path) == [[(6, [1]), (11, [1])]] * 2
