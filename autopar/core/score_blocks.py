@@ -42,6 +42,12 @@ class Band:
         """Whether some score may be hidden."""
         return self.before is not None or self.after is not None
 
+    def shows_each_row(self, rows: int, keys: int) -> bool:
+        """Whether each of so many rows sees one of the keys."""
+        ends = (0, 1), (rows - 1, rows)
+        empty = self.before is not None and self.after is not None and self.before + self.after < 0
+        return not empty and all(first < stop for first, stop in (self.seen(row, (0, keys)) for row in ends))
+
     def seen(self, rows: Span, keys: Span) -> Span:
         """The keys among [start, stop) that some row sees; empty at `start` if none does."""
         start, stop = keys

@@ -217,7 +217,9 @@ class CrossEntropy(Rule):
     def of_labels(self, site: Site, value: Handle) -> list[Handle]:
         """The rank's shares of sum a x, with a the weights of classes in a loss; of sum a; and of the label's
         class weight. Without class weights both are 1, and left out."""
-        dim, weights = self.dim(site), self._class_weights(site) if site.has("weight") else None
+        dim, weights = self.dim(site), None
+        if site.has("weight"):  # of labels torch has no gradient for it
+            weights = self._of_classes(site, site.call(aten.detach.default, site.values[2]))
         local, foreign = local_index(site, site.values[1], 0, dim)
         index = site.call(aten.unsqueeze.default, local, dim)
         picked = site.call(aten.squeeze.dim, site.call(aten.gather.default, value, dim, index), dim)
@@ -250,15 +252,14 @@ class CrossEntropy(Rule):
             weight = site.call(aten.mul.Scalar, weight, 1 - smooth)
             weight = site.call(aten.add.Scalar, weight, smooth / site.shape()[dim])
         if site.has("weight"):
-            weight = site.call(aten.mul.Tensor, weight, self._class_weights(site))
+            weight = site.call(aten.mul.Tensor, weight, self._of_classes(site, site.values[2]))
         products = site.call(aten.mul.Tensor, weight, value)
         return [site.call(aten.sum.dim_IntList, each, [dim]) for each in (products, weight)]
 
-    def _class_weights(self, site: Site) -> Handle:
-        """The rank's class weights, a constant, shaped to meet the logits."""
-        weight = widened(site, site.call(aten.detach.default, site.values[2]))
+    def _of_classes(self, site: Site, weight: Handle) -> Handle:
+        """The rank's class weights, shaped to meet the logits."""
         after = len(site.shape()) - self.dim(site) - 1
-        return site.call(aten.reshape.default, weight, [-1, *[1] * after])
+        return site.call(aten.reshape.default, widened(site, weight), [-1, *[1] * after])
 
     def _own(self, site: Site, value: Handle, others: Handle) -> Handle:
         return site.call(aten.masked_fill.Scalar, value, others, 0.0)
@@ -279,7 +280,7 @@ class CrossEntropy(Rule):
         yield Sample(entropy, (torch.randn(5), torch.tensor(3)))
         yield weighted(entropy, x, y, weight, _MEAN, -100, 0.1)
         yield Sample(entropy, (x, torch.rand(6, 5).softmax(1)), constant=("operand_1",))
-        yield weighted(entropy, x, torch.rand(6, 5).softmax(1), weight, _MEAN, -100, 0.2)
+        yield Sample(entropy, (x, torch.rand(6, 5).softmax(1), weight, _MEAN, -100, 0.2))
         yield Sample(aten.nll_loss_nd.default, (torch.randn(6, 5), y))
         yield weighted(aten.nll_loss_nd.default, torch.randn(6, 5, 2), torch.randint(0, 5, (6, 2)), weight)
         yield weighted(aten.nll_loss.default, torch.randn(6, 5), y, weight, _SUM)

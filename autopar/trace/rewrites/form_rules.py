@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -211,10 +211,59 @@ def _picked(given: FormCall) -> Form | None:
     return form if isinstance(form, Line) and form.is_number else None
 
 
+def _indexed(given: FormCall) -> Form | None:
+    """Rows that lines of indices pick, each of a dim of its own; these are neighbours."""
+    form, shape, indices = given.form("self"), given.shape_of("self"), list(given["indices"])
+    places = [place for place, index in enumerate(indices) if index is not None]
+    if form is None or isinstance(form, Line) and form.is_number:
+        return form
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return None
+    first, stop, rank = places[0], places[-1] + 1, len(given.shape)
+    lines = [_index_of(given, indices[place], shape[place]) for place in places]
+    picked = rank - len(shape) + stop - first  # dims that the indices have together
+    if None in lines:
+        return None
+
+    def changed(line: Line) -> Line:
+        slopes = padded(line.slopes, len(shape))
+        rows = Line((0,) * picked, line.offset)
+        for slope, index in zip(slopes[first:stop], lines, strict=True):
+            rows = rows.plus(index.times(slope)) if index is not None else rows
+        return Line((*slopes[:first], *rows.slopes, *slopes[stop:]), rows.offset)
+
+    if isinstance(form, Line):
+        return changed(form)
+    return TwoNumbers(tuple(map(changed, form.lines)), form.inside, form.outside)
+
+
+def _index_of(given: FormCall, index: Ref, size: int) -> Line | None:
+    """The line of an index of integers that are places of a dim, none of them counted from its end."""
+    form, spec = given.forms[index.name], given.specs[index.name]
+    if not isinstance(form, Line) or spec.dtype not in (torch.int64, torch.int32):
+        return None
+    least, most = form.least(spec.shape), -form.times(-1).least(spec.shape)
+    return form if least >= 0 and most < size else None
+
+
 def _joined(given: FormCall) -> Form | None:
     """Parts that go on where the ones before end."""
-    parts = [(given.forms[ref.name], tuple(given.specs[ref.name].shape)) for ref in given["tensors"]]
-    dim, rank, start, whole = given.get("dim", 0) % len(given.shape), len(given.shape), 0, None
+    return _line_through(given, given["tensors"], given.get("dim", 0) % len(given.shape))
+
+
+def _differences(given: FormCall) -> Form | None:
+    """A line's step along a dim, also from what goes before and to what comes after."""
+    parts = [given.arguments.get(name) for name in ("prepend", "self", "append")]
+    dim = given.get("dim", -1) % len(given.shape)
+    line = _line_through(given, [part for part in parts if part is not None], dim)
+    once = given.get("n", 1) == 1 and not given.is_bool
+    return Line((), line.slopes[dim]) if once and line is not None else None
+
+
+def _line_through(given: FormCall, refs: Sequence[Ref], dim: int) -> Line | None:
+    """The one line that parts along a dim are pieces of."""
+    parts = [(given.forms[ref.name], tuple(given.specs[ref.name].shape)) for ref in refs]
+    rank, start, whole = len(given.shape), 0, None
     for form, shape in parts:
         if not isinstance(form, Line):
             return None
@@ -429,8 +478,10 @@ FORM_RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("permute", "transpose", "t"), _permuted),
     "slice": _sliced,
     "select": _selected,
-    **dict.fromkeys(("index", "index_select", "gather"), _picked),
+    **dict.fromkeys(("index_select", "gather"), _picked),
+    "index": _indexed,
     "cat": _joined,
+    "diff": _differences,
     "add": _sum(1),
     "sub": _sum(-1),
     "rsub": _reversed_difference,

@@ -59,6 +59,9 @@ def _told(item: Operator, names: AttentionArguments, known: _ConstantValues) -> 
     band, (rows, keys) = known.band(mask.name), known.specs[mask.name].shape[-2:]
     if band == EVERY_KEY or band == CAUSAL and rows == keys:
         return called(item, given | {names.mask: None, names.causal: band == CAUSAL})
+    is_bool = known.specs[mask.name].dtype is torch.bool
+    if band is not None and not (is_bool or band.shows_each_row(rows, keys)):
+        return item  # a row of scores that a finite number hides sees all keys alike
     few = item.target is not SDPA or rows * keys < FEWEST_SCORES
     if band is None or few or not is_in_blocks(given, known.specs):
         return item

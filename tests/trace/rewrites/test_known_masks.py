@@ -137,6 +137,24 @@ def test_windows_are_attention_in_blocks(
     assert len(found.operands) == 3 and found.args[6:8] == band
 
 
+def strictly_before(batch: int) -> Tensor:
+    """The first row sees nothing: where a finite number hides all, that is all alike."""
+    return torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(0)
+
+
+def strictly_after(batch: int) -> Tensor:
+    query, key = positions()
+    return torch.zeros(LENGTH, LENGTH).masked_fill(key <= query, -1e30)
+
+
+@pytest.mark.parametrize("mask", [strictly_before, strictly_after])
+def test_rows_that_a_finite_number_hides_as_a_whole_keep_their_mask(
+    mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.trace.rewrites.known_masks.FEWEST_SCORES", 0)
+    assert len(attention(graph_of(mask)).operands) == 4
+
+
 @pytest.mark.parametrize("mask", [slight, of_samples, of_heads])
 def test_other_masks_stay(mask: Mask) -> None:
     found = attention(graph_of(mask))

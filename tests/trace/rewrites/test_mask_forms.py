@@ -109,7 +109,22 @@ def stepped(length: int) -> Tensor:
     return positions[None] <= positions[:, None]
 
 
-CAUSAL = (added, turned, filled, chosen, stepped)
+def in_one_piece(length: int) -> Tensor:
+    """As transformers writes it: documents begin where positions don't go up by one, and none does."""
+    positions = torch.arange(length)[None].expand(2, -1)
+    of = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    sample = torch.arange(2)[:, None, None]
+    query, key = positions[sample, rows(length)[None]], positions[sample, keys(length)[None]]
+    alike = of[sample, rows(length)[None]] == of[sample, keys(length)[None]]
+    return ((key <= query) & alike)[1]
+
+
+def picked(length: int) -> Tensor:
+    later = (keys(length) <= rows(length)).expand(length, length)
+    return later[torch.arange(length), :][:, torch.arange(length)]
+
+
+CAUSAL = (added, turned, filled, chosen, stepped, in_one_piece, picked)
 
 
 @pytest.mark.parametrize("make", [*CAUSAL, of_both, banded, near, nearer, not_far])
@@ -118,6 +133,23 @@ def test_a_form_is_what_is_made(make: Callable[[int], Tensor]) -> None:
     form = MaskForms(graph).form(name)
     assert form is not None
     torch.testing.assert_close(holds(form, (7, 7)), make(7).to(torch.float64))
+
+
+def shifted_pick(length: int) -> Tensor:
+    """Rows by places counted from the end, which no rule knows."""
+    return (keys(length) <= rows(length)).expand(length, length)[torch.arange(length) - 1]
+
+
+def uneven(length: int) -> Tensor:
+    """Differences of what isn't one line."""
+    steps = torch.cat([torch.arange(3), torch.arange(length - 3)]).diff(prepend=torch.tensor([-1]))
+    return (steps != 1).cumsum(0)[None] == (steps != 1).cumsum(0)[:, None]
+
+
+@pytest.mark.parametrize("make", [shifted_pick, uneven])
+def test_places_from_the_end_and_broken_lines_have_no_form(make: Callable[[int], Tensor]) -> None:
+    graph, name = made_by(make, 7)
+    assert MaskForms(graph).form(name) is None
 
 
 @pytest.mark.parametrize("make", [*CAUSAL, of_both, banded])
