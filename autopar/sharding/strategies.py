@@ -95,8 +95,14 @@ def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
     sign = sign_of(operation, dims)
     if sign not in dims.options:
         found = rule_of(operation).options(Instance(operation, dims.graph.specs), dims.atoms)
-        dims.options[sign] = tuple(found)
+        dims.options[sign] = _one_of_equals(tuple(found))
     return dims.options[sign]
+
+
+@lru_cache(maxsize=MOST_SHARED)
+def _one_of_equals(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    """The same options as an object that operators of other sizes share."""
+    return options
 
 
 def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:

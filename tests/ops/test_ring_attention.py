@@ -155,10 +155,10 @@ def test_keys_travel_beside_a_trained_bias(ranks: int, rows: int) -> None:
 @pytest.mark.parametrize(
     "ways", [["b0", "ring"], ["ring", "b1"], ["q", "ring"], ["ring", "ring"], ["k", "q"], ["k", "k"]]
 )
-def test_masks_and_biases_go_with_other_splits(ways: str) -> None:
+def test_masks_and_biases_go_with_other_splits(ways: list[str]) -> None:
     for model, mask in ((Masked(), shown(4, 13)), (Masked(), padding(4, 13)), (Biased(13), None)):
-        report = proved(model, 4, mesh=Mesh((2, 2)), pins=pinned(*ways.split()), mask=mask)
-        assert report.passed and ways_of(report) == {tuple(ways.split())}, report
+        report = proved(model, 4, mesh=Mesh((2, 2)), pins=pinned(*ways), mask=mask)
+        assert report.passed and ways_of(report) == {tuple(ways)}, report
 
 
 def neighbourhood(length: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def count(costdb: str) -> int:
 def test_without_seconds_it_is_the_plan_by_estimates(costdb: str) -> None:
     guessed, found = planned(costdb, measure=False), planned(costdb, measure_seconds=0)
     assert count(costdb) == found.measured_share == found.interpolated_share == 0
-    assert found == guessed
+    assert replace(found, subject=None) == replace(guessed, subject=None)
 
 
 @pytest.mark.slow

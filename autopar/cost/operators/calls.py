@@ -176,7 +176,7 @@ class _CallReader:
 
     def nbytes(self, node: fx.Node) -> int:
         value = self.emitter.meta[node]
-        return value.numel() * value.element_size()
+        return value.numel() * value.element_size() if value is not None else 0  # a result that is left out
 
 
 def _is_part(node: fx.Node) -> bool:

@@ -82,7 +82,8 @@ def find_saved(
 
 def _nbytes(emitter: GraphEmitter, value: Any) -> int:
     """Bytes of a value's memory; none of results that nobody makes."""
-    return emitter.meta[value].numel() * emitter.meta[value].element_size() if value in emitter.meta else 0
+    tensor = emitter.meta.get(value)
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def _is_held(node: fx.Node) -> bool:

@@ -167,14 +167,15 @@ class _PlacementSearch:
         """The best plan by rows and by prices of memory; of large programs, on whose rows to branch takes
         long and leads to no more, by prices alone if these find one."""
         rows = self.relaxation(rows=cap, bounded=bounded, cutoff=cutoff)
-        bound = rows.bound if bounded else -math.inf
         first = self.placed(rows) if rows.is_whole or not is_large(rows.problem) else None
+        bound = first.bound if first else rows.bound
         found = self.tightened(first, cap) if first else []
         if not found or bounded and found[0].seconds > bound * (1 + self.gap):
             with contextlib.suppress(SolverError):
                 found += self.priced(cap)
             if first is None and not found:
                 first = self.placed(rows)
+                bound = max(bound, first.bound)
                 found += self.tightened(first, cap)
             with contextlib.suppress(SolverError):
                 found += self.without_regather(cap)

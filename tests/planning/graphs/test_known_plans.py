@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.fc, self.out, self.dim = nn.Linear(6, 8), nn.Linear(8, 4), dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.fc(x).cumsum(self.dim)).square().sum()  # type: ignore[no-any-return]
+        return self.out(self.fc(x).cumprod(self.dim)).square().sum()  # type: ignore[no-any-return]
 
 
 def graph(*shape: int, dim: int = -1) -> Graph:
@@ -82,8 +82,8 @@ def test_what_is_longer_must_fit_into_memory() -> None:
     assert exact is not None and exact.peak_bytes == 1000, "far from the cap nothing is replayed"
     # 2 x 500 rows of 6 + 8 + 8 + 4 floats are kept, at least: more than 50 kB.
     assert found(50_000, 500) is None
-    near = found(200_000, 500)
-    assert near is not None and 50_000 < near.peak_bytes < 200_000
+    near = found(400_000, 500)
+    assert near is not None and 50_000 < near.peak_bytes < 400_000
 
 
 class Heads(nn.Module):
