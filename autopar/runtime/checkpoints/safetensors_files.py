@@ -12,7 +12,9 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+_OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 LONGEST_HEADER = 100_000_000  # bytes, as the format's own reader takes
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 
@@ -64,12 +67,11 @@ class TensorInFile:
 
 def tensors_in(folder: Path) -> dict[str, TensorInFile]:
     """The tensors of a folder of files, by name. Raises InputError for a folder that isn't one."""
-    index = folder / INDEX
     paths = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        named = _json(index, index.read_bytes())
-        names = sorted(set(named.get("weight_map", {}).values()))
-        paths = [folder / name for name in names]
+    if (folder / INDEX).is_file():
+        paths = [folder / name for name in _named_by_index(folder)]
+    elif folder / ONE_FILE in paths:
+        paths = [folder / ONE_FILE]  # others are something else, as transformers takes them
     if not paths:
         raise InputError(
             where=f"weights in {folder}",
@@ -77,7 +79,27 @@ def tensors_in(folder: Path) -> dict[str, TensorInFile]:
             wanted="a model's folder, as save_pretrained writes it",
             remedy="name the folder that has model.safetensors, or shards and their index",
         )
-    return {name: tensor for path in paths for name, tensor in _header(path).items()}
+    tensors: dict[str, TensorInFile] = {}
+    for path in paths:
+        found = _header(path)
+        if both := sorted(found.keys() & tensors.keys()):
+            raise _not_read(path, f"{both[0]}, which {tensors[both[0]].path.name} has, too")
+        tensors |= found
+    return tensors
+
+
+def own_files(folder: Path) -> set[str]:
+    """Names of the files in a folder that are a saved model's, by its index or by how they are called."""
+    names = {path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)}
+    if INDEX in names:
+        with suppress(InputError):  # it is torn, and names none
+            names |= {name for name in _named_by_index(folder) if Path(name).name == name}
+    return names
+
+
+def _named_by_index(folder: Path) -> list[str]:
+    files = _json(folder / INDEX, (folder / INDEX).read_bytes()).get("weight_map")
+    return sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
 
 
 def _header(path: Path) -> dict[str, TensorInFile]:
@@ -129,7 +151,8 @@ def read_part(tensor: TensorInFile, part: Part, into: Tensor) -> int:
     count = 0
     with tensor.path.open("rb", buffering=0) as file:
         for place, view in _runs(tensor, part, mine):
-            count += os.preadv(file.fileno(), [view], place)
+            while view and (done := os.preadv(file.fileno(), [view], place)):  # of 2 GiB at most in one call
+                count, place, view = count + done, place + done, view[done:]
     if count != mine.nbytes:
         raise _not_read(tensor.path, f"an end after {count} bytes of {mine.nbytes}")
     into.copy_(mine)

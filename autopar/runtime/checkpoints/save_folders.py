@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -67,6 +68,21 @@ def begin(folder: Path) -> Path:
     draft = folder / f".save-{number:06d}.part"
     draft.mkdir()
     return draft
+
+
+def probe(folder: Path, where: str) -> Path:
+    """Write a file to a folder that saves are to go to; its path. Raises InputError for a save itself."""
+    if _NAME.fullmatch(folder.name) or (folder / MANIFEST).is_file():
+        raise InputError(
+            where=where,
+            found="a single save",
+            wanted="the folder that saves go to",
+            remedy=f"pass {folder.parent}, or another folder after autopar.load of this one",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".probe-{uuid.uuid4().hex}"
+    path.write_bytes(b"0")
+    return path
 
 
 def publish(draft: Path, manifest: Manifest) -> Path:

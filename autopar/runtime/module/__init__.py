@@ -9,6 +9,8 @@ saves              a run in a folder, and back
 steps              a training loop that goes on from a save
 pretrained         weights from and to safetensors files
 step_reports       seconds of steps, and ranks for which others wait
+extra_values       what a user saves beside a run
+taken_gradients    what a save between accumulated gradients would lose
 run_state          what a save has of a run
 regions            what of an input a rank reads
 sampler            which samples each rank loads

@@ -6,6 +6,7 @@ model-00001-of-00002.safetensors  --runs of bytes-->  this rank's rows, in place
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from autopar.runtime.checkpoints.safetensors_files import (
     INDEX,
     TensorInFile,
     lay_out,
+    own_files,
     read_part,
     tensors_in,
     write_part,
@@ -33,6 +35,7 @@ from autopar.runtime.parameters.parameters import local
 from autopar.torch_seams.modules import unsaved_buffers
 
 SHARD_BYTES = 5 << 30  # of a file at most, where nobody says another number
+DRAFT = ".autopar.part"  # in the folder itself, so that files are moved within one file system
 Rename = Callable[[str], str | None]
 
 
@@ -41,23 +44,27 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, rename: Rename | No
 
     Each rank reads the rows that it holds and no others, so a model on the meta device, or larger than a
     rank's memory, is loaded without a whole copy anywhere. Names are the serial model's; `rename` gives the
-    model's name for each one of the files, None for one to leave out. Values are cast to the parameters'
-    dtypes.
+    model's name for each one of the files, None for one to leave out. A tied weight is read by whichever of
+    its names the files have. Values are cast to the parameters' dtypes.
 
-    Raises InputError on every rank, before anything is changed, for names and shapes that differ, and after
-    loading for buffers that no file has and the meta device left without values.
+    Raises InputError on every rank, before anything is changed, for names and shapes that differ and names
+    of a tied weight with different values, and after loading for buffers that no file has and the meta device
+    left without values.
     """
     where, folder = "autopar.load_pretrained", Path(folder)
     runner = _runner(where, model)
     with collective(where):
-        files = _renamed(on_rank_0(where, lambda: tensors_in(folder)), rename)
+        files = _renamed(where, on_rank_0(where, lambda: tensors_in(folder)), rename)
         _require_same(where, runner, files)
+        sources = {
+            name: [each for each in names if each in files] for name, names in _names_of(runner).items()
+        }
+        _require_one_value(where, runner, files, sources)
         with torch.no_grad():
             for name, tensor, part in _parts(runner):
-                if name in files:
-                    read_part(files[name], part, local(tensor))
+                read_part(files[sources[name][0]], part, local(tensor))
         runner.tensors.accept_changes()
-        left = sorted(runner.tensors.valueless - files.keys() - _aliases(runner, files))
+        left = sorted(name for name in runner.tensors.valueless if not sources[name])
         runner.tensors.valueless.intersection_update(left)
         if left := [name for name in left if name in _unsaved(runner)]:
             raise InputError(
@@ -74,7 +81,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
 
     Each rank writes the rows that it holds into safetensors files of at most `shard_bytes`, so that no rank
     has the whole. Tied weights are written once, by their first name. A model with a `config` of
-    transformers has that written, too. All ranks must see the folder.
+    transformers has that written, too. All ranks must see the folder. Files of a model that was there are
+    replaced once all is written, and other files stay.
 
     Raises InputError on every rank where the folder can't be written.
     """
@@ -83,18 +91,14 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     with collective(where):
         parts = {name: (tensor, part) for name, tensor, part in _parts(runner)}
         forms = _forms(runner, parts)
-        draft = folder.with_name(f".{folder.name}.part")
-        files = on_rank_0(where, lambda: _begin(draft, forms, shard_bytes))
-        rows = everybody({name: repr(part) for name, (_, part) in parts.items()})
-        me, faults = dist.get_rank(), ""
+        draft = folder / DRAFT
         try:
-            for name, (tensor, part) in parts.items():
-                if not any(other.get(name) == repr(part) for other in rows[:me]):
-                    write_part(files[name], part, local(tensor))
-        except OSError as error:
-            faults = f"on rank {me}: {error.strerror}"
-        _require_written(where, everybody(faults))
-        on_rank_0(where, lambda: _publish(draft, folder, model))
+            files = on_rank_0(where, lambda: _begin(draft, forms, shard_bytes))
+            _require_written(where, everybody(_written(parts, files)))
+            on_rank_0(where, lambda: _publish(draft, folder, model))
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def _runner(where: str, model: nn.Module) -> Runner:
@@ -111,11 +115,11 @@ def _runner(where: str, model: nn.Module) -> Runner:
 
 
 def _parts(runner: Runner) -> Iterable[tuple[str, torch.Tensor, Part]]:
-    """Parameters and saved buffers of this rank by their names, with its part of each."""
-    unsaved = _unsaved(runner)
+    """Parameters and saved buffers of this rank by the first of their saved names, with its part of each."""
+    names, unsaved = _names_of(runner), _unsaved(runner)
     for name, tensor in runner.tensors.named():
-        if name not in unsaved:
-            yield name, tensor, runner.tree.stored[name].part.part
+        if saved := [each for each in (name, *names[name]) if each not in unsaved]:
+            yield saved[0], tensor, runner.tree.stored[name].part.part
 
 
 def _unsaved(runner: Runner) -> set[str]:
@@ -124,24 +128,37 @@ def _unsaved(runner: Runner) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, module in modules for name in unsaved_buffers(module)}
 
 
-def _aliases(runner: Runner, files: Mapping[str, Any]) -> set[str]:
-    """Further names of tied tensors of which the files have one."""
-    groups = [{item.part.target, *item.part.aliases} for item in runner.tree.stored.values()]
-    return {name for names in groups if names & files.keys() for name in names}
+def _names_of(runner: Runner) -> dict[str, tuple[str, ...]]:
+    """By each name of a parameter or buffer all that it has: several where it is tied."""
+    parts = {name: item.part for name, item in runner.tree.stored.items()}
+    return {name: (part.target, *part.aliases) for name, part in parts.items()}
 
 
-def _renamed(files: Mapping[str, TensorInFile], rename: Rename | None) -> dict[str, TensorInFile]:
-    pairs = ((rename(name) if rename else name, tensor) for name, tensor in files.items())
-    return {name: tensor for name, tensor in pairs if name is not None}
+def _renamed(where: str, files: Mapping[str, TensorInFile], rename: Rename | None) -> dict[str, TensorInFile]:
+    """The files' tensors by the model's names. Raises InputError where two have one."""
+    olds: dict[str, str] = {}
+    for old in files:
+        new = rename(old) if rename else old
+        if new is None:
+            continue
+        if new in olds:
+            raise InputError(
+                where=where,
+                found=f"{new} given by rename= for {olds[new]} and for {old}",
+                wanted="a name of its own for each tensor of the files",
+                remedy="give None for the one to leave out",
+            )
+        olds[new] = old
+    return {new: files[old] for new, old in olds.items()}
 
 
 def _require_same(where: str, runner: Runner, files: Mapping[str, TensorInFile]) -> None:
     """Raise InputError for names that the model or the files lack, and shapes that differ."""
-    stored, unsaved = runner.tree.stored, _unsaved(runner)
-    wanted = {name: tuple(item.part.spec.shape) for name, item in stored.items() if name not in unsaved}
-    known = wanted.keys() | {name for item in stored.values() for name in item.part.aliases}
-    lacks = sorted(wanted.keys() - files.keys() - _aliases(runner, files))
-    more = sorted(files.keys() - known)
+    names, unsaved = _names_of(runner), _unsaved(runner)
+    shapes_of = {name: tuple(item.part.spec.shape) for name, item in runner.tree.stored.items()}
+    wanted = {name: shape for name, shape in shapes_of.items() if name not in unsaved}
+    lacks = sorted(name for name in wanted if files.keys().isdisjoint(names[name]))
+    more = sorted(files.keys() - wanted.keys())
     shapes = [name for name in wanted if name in files and files[name].shape != wanted[name]]
     kinds = (
         ("without {}", lacks),
@@ -156,6 +173,35 @@ def _require_same(where: str, runner: Runner, files: Mapping[str, TensorInFile])
             remedy="pass rename=, which gives the model's name for each of the files' or None; tie weights "
             "of a model on the meta device by tie_weights(); load whole what transformers joins",
         )
+
+
+def _require_one_value(
+    where: str, runner: Runner, files: Mapping[str, TensorInFile], sources: Mapping[str, list[str]]
+) -> None:
+    """Raise InputError on every rank where the files have different values of one tied weight; collective."""
+    differ = []
+    for name, tensor, part in _parts(runner):
+        first, *others = sources[name]
+        values = _bytes_of(files[first], part, tensor.dtype) if others else None
+        differ += [
+            f"{first} unlike {other}"
+            for other in others
+            if values is not None and not torch.equal(values, _bytes_of(files[other], part, tensor.dtype))
+        ]
+    if found := sorted({words for told in everybody(differ) for words in told}):
+        raise InputError(
+            where=where,
+            found=f"files with {_few(found)}",
+            wanted="one value of a weight that this model ties",
+            remedy="build the model untied, as it was saved, or leave one of them out: rename= gives None",
+        )
+
+
+def _bytes_of(source: TensorInFile, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """A part of a tensor in a file, in the model's dtype, as bytes."""
+    values = torch.empty(part.shape, dtype=dtype)
+    read_part(source, part, values)
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _few(names: list[str]) -> str:
@@ -184,6 +230,19 @@ def _begin(
     return lay_out(draft, forms, shard_bytes)
 
 
+def _written(parts: Mapping[str, tuple[torch.Tensor, Part]], files: Mapping[str, TensorInFile]) -> str:
+    """Write this rank's parts that no rank before it has, too; words for what went wrong; collective."""
+    rows = everybody({name: repr(part) for name, (_, part) in parts.items()})
+    me = dist.get_rank()
+    try:
+        for name, (tensor, part) in parts.items():
+            if not any(other.get(name) == repr(part) for other in rows[:me]):
+                write_part(files[name], part, local(tensor))
+    except OSError as error:
+        return f"on rank {me}: {error.strerror}"
+    return ""
+
+
 def _require_written(where: str, faults: list[str]) -> None:
     if found := next(filter(None, faults), None):
         raise InputError(
@@ -196,14 +255,14 @@ def _require_written(where: str, faults: list[str]) -> None:
 
 def _publish(draft: Path, folder: Path, model: Any) -> None:
     """Move the files to the folder, the index last, beside the model's own description."""
-    folder.mkdir(parents=True, exist_ok=True)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-        old.unlink(missing_ok=True)
-    for path in sorted(draft.iterdir(), key=lambda path: path.name == INDEX):
+    made, before = sorted(draft.iterdir(), key=lambda path: path.name == INDEX), own_files(folder)
+    for path in made:
         sync_file(path)
+    for path in made:
         os.replace(path, folder / path.name)
-    draft.rmdir()
+    for name in before - {path.name for path in made}:
+        (folder / name).unlink(missing_ok=True)
     sync_folder(folder)

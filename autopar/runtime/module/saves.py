@@ -34,6 +34,7 @@ from autopar.runtime.checkpoints import save_folders
 from autopar.runtime.checkpoints.random_states import random_states, restore
 from autopar.runtime.checkpoints.save_folders import GoodSave, Manifest, cut
 from autopar.runtime.collectives.roll_call import collective, everybody
+from autopar.runtime.module.extra_values import require_alike_extra
 from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.run_state import RunState, merged
 from autopar.runtime.module.runner import Runner
@@ -70,8 +71,9 @@ def save(
     """Save the run below `folder`, where it counts once it is whole; returns the save's own folder.
 
     Saved are the model's parameters and buffers, optimizers' state, the state dicts of `scheduler`, `scaler`
-    and `sampler`, modes of modules, random states, `step`, and rank 0's `extra`, of plain values and tensors.
-    The last `keep` good saves stay. Call it between steps, on all ranks: gradients aren't saved.
+    and `sampler`, modes of modules, random states, `step`, and `extra`, plain values and whole tensors that
+    all ranks have alike. The last `keep` good saves stay. Call it between steps, on all ranks: gradients
+    aren't saved.
 
     With `background` tensors are copied, and a thread writes the copies while the run goes on: the save
     counts once `finish_saves`, or the next `save` or `load`, has given it its name.
@@ -88,6 +90,7 @@ def save(
     with collective("autopar.save"):
         parts = run.parts()
         run.require_alike(parts)
+        require_alike_extra(where, extra)
         tensors = run.tensors()
         forms = merged(everybody(run.forms(tensors["model"])))
         state = {
@@ -112,6 +115,20 @@ def save(
         draft = on_rank_0(where, lambda: _begin(folder, where, state))
         under_way = SaveUnderWay(where, draft, manifest, keep)
         return under_way.begin(tensors) if background else under_way.write(tensors)
+
+
+def require_folder(where: str, folder: Path) -> None:
+    """Raise InputError on every rank unless rank 0 can write to the folder, and all see it; collective."""
+    path = on_rank_0(where, lambda: save_folders.probe(folder, where))
+    seen = everybody(path.is_file())
+    on_rank_0(where, path.unlink)
+    if not all(seen):
+        raise InputError(
+            where=where,
+            found=f"no file of rank 0's on rank {seen.index(False)}",
+            wanted="one folder that all ranks see",
+            remedy="name a folder on a file system that all nodes share",
+        )
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.runtime.collectives.roll_call import collective, compare, meets
+from autopar.runtime.collectives.roll_call import collective, compare, everybody, meets
 from autopar.runtime.collectives.statements import StatementPart
 from autopar.runtime.launch.flight_record import note_step
 from autopar.runtime.launch.leaving import LeaveRequest, leave_run
+from autopar.runtime.module.extra_values import require_alike_extra
 from autopar.runtime.module.sampler import BatchSampler
-from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, save
+from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, require_folder, save
 from autopar.runtime.module.step_reports import StepClock, StepReport
+from autopar.runtime.module.taken_gradients import marking_taken, pending_gradient
 
 REPORT_EVERY = 100  # steps, likewise
 SAVE_EVERY = 1000  # steps, where nobody says another number
@@ -54,35 +57,80 @@ class Steps:
     epoch: int = 0
     _saved: int | None = field(default=None, repr=False)
     _is_first: bool = field(default=True, repr=False)
+    _in_body: bool = field(default=False, repr=False)  # of the loop, with a batch that isn't counted yet
+    _has_stepped: bool = field(default=False, repr=False)  # the optimizer, in that body
+    _due: int | None = field(default=None, repr=False)  # the step at which a save was, and hasn't been made
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        with LeaveRequest() as request:
+        with LeaveRequest() as request, marking_taken(self._optimizers, self._note):
             for epoch in range(self.sampler.epoch, self.epochs):
                 self.epoch = epoch
                 self.sampler.set_epoch(epoch)
                 for batch in self.sampler.count(self.loader):
+                    self._in_body, self._has_stepped = True, False
                     yield batch
-                    self.step += 1
+                    self.step, self._in_body = self.step + 1, False
                     self._border(request)
         if self._saved != self.step:
-            self.save(background=False)
+            self._save(background=False)
         finish_saves()
 
     def save(self, *, background: bool | None = None) -> Path:
-        """Save the run now; on all ranks, between steps."""
+        """Save the run now; on all ranks, after the optimizer's step in a body, or after the loop.
+
+        Raises InputError on every rank where gradients are pending, which would be lost, and before the
+        optimizer's step, as the batch under way wouldn't come again.
+        """
+        if pending := self._pending():
+            raise _never_taken(pending, f"in step {self.step + self._in_body}")
+        if self._in_body and self._optimizers and not self._has_stepped:
+            raise InputError(
+                where="a save of autopar.steps",
+                found=f"step {self.step + 1} under way, without the optimizer's step",
+                wanted="a place between steps",
+                remedy="call it at the end of the loop's body, after optimizer.step()",
+            )
+        return self._save(background=background)
+
+    def _note(self) -> None:
+        self._has_stepped = True
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        given = self.others["optimizer"]
+        return [given] if isinstance(given, torch.optim.Optimizer) else list(given or ())
+
+    def _pending(self) -> str:
+        """A parameter whose gradient no optimizer has taken, on any rank; collective."""
+        with collective("gradients that are pending"):
+            return next(filter(None, everybody(pending_gradient(self.model, self._optimizers))), "")
+
+    def _save(self, *, background: bool | None = None) -> Path:
         path = save(
             self.folder,
             self.model,
             sampler=self.sampler,
-            step=self.step,
+            step=self.step + self._in_body,
             extra=self.extra,
             keep=self.keep,
             background=self.background if background is None else background,
             **self.others,
         )
-        self._saved = self.step
+        self._saved, self._due = self.step + self._in_body, None
         return path
+
+    def _may_save(self) -> bool:
+        """Whether the save that is due loses no gradient; else it waits for the next border that may.
+
+        Raises InputError on every rank where none has been for `save_every` steps.
+        """
+        pending = self._pending()
+        if pending and self._due is None:
+            self._due = self.step
+        if pending and self._due is not None and self.step - self._due >= self.save_every:
+            raise _never_taken(pending, f"after each of steps {self._due} to {self.step}")
+        return not pending
 
     def _report(self) -> None:
         """Report every so many steps; the first, which makes programs, isn't counted."""
@@ -95,6 +143,9 @@ class Steps:
                 self.on_report(report)
 
     def _begin(self) -> None:
+        with collective("autopar.steps"):
+            require_alike_extra("autopar.steps", self.extra)
+            require_folder(f"autopar.steps in {self.folder}", self.folder)
         before = load(self.folder, self.model, sampler=self.sampler, missing_ok=True, **self.others)
         if before is not None:
             self.step = self._saved = before.step or 0
@@ -102,20 +153,34 @@ class Steps:
         note_step(self.step)
 
     def _border(self, request: LeaveRequest) -> None:
-        """After a step: save where it is time to, and leave where any rank is asked to."""
+        """After a step: save where it is time to, and leave where any rank is asked to.
+
+        Neither is done while gradients are pending.
+        """
         leaves = _anybody_leaves(request, self.step)
         note_step(self.step)  # which all ranks have come to the end of
         self._report()
         finish_saves(wait=False)
-        if leaves or self.step % self.save_every == 0:
-            with self.clock.paused():
-                self.save(background=False if leaves else None)
+        is_due = leaves or self.step % self.save_every == 0 or self._due is not None
+        with self.clock.paused() if is_due else nullcontext():
+            if not is_due or not self._may_save():
+                return
+            self._save(background=False if leaves else None)
         if leaves:
             if os.environ.get("RANK", "0") == "0":
                 print(
                     f"autopar: saved after step {self.step}, and left as asked", file=sys.stderr, flush=True
                 )
             leave_run()
+
+
+def _never_taken(name: str, when: str) -> InputError:
+    return InputError(
+        where="a save of autopar.steps",
+        found=f"a gradient of {name} {when} that no optimizer step has taken",
+        wanted="the end of a loop's body without gradients that a save would lose",
+        remedy="step the optimizer at the body's end, and zero_grad() there what it needn't take",
+    )
 
 
 def _tell_slow(report: StepReport) -> None:
@@ -161,7 +226,8 @@ def steps(
             optimizer.step()
 
     `loader` is a DataLoader whose `batch_sampler` is `parallel.sampler(dataset)`. What is passed is saved as
-    by `autopar.save`, every `save_every` steps and at the end; `extra` is saved beside it, until a save gives
+    by `autopar.save`, every `save_every` steps and at the end of the last epoch, but not while gradients are
+    accumulated: then after the next step of the optimizer. `extra` is saved beside it, until a save gives
     another; with `background` a thread writes while steps go on. SIGTERM or SIGUSR1 on any rank has all save
     after the step under way, and the process end with exit code 75, by SystemExit: started again, under any
     plan and on any number of ranks, the run goes on with the next batch. Every `report_every` steps

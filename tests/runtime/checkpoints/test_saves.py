@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
@@ -567,6 +568,40 @@ def _refusals(folder: Path) -> None:
     loaded = autopar.load(folder, run.model, only_model=True)
     assert loaded is not None and loaded.path == good
     assert [path.name for path in folder.iterdir() if "save" in path.name] == ["save-000001"]
+
+
+def _extras(folder: Path) -> None:
+    """What isn't every rank's is refused by its place in `extra`; whole averages come back as they were."""
+    quiet()
+    run = Run(parallel("filter"))
+    run.train(1)
+    average = {name: item.detach().clone() for name, item in run.model.named_parameters()}
+    split = next(name for name, item in average.items() if isinstance(item, DTensor))
+    whole = {
+        name: item.full_tensor() if isinstance(item, DTensor) else item for name, item in average.items()
+    }
+    rank = dist.get_rank()
+    for words, extra in {
+        rf"extra\['ema'\]\['{split}'\], a DTensor": {"ema": average},
+        rf"extra\['ema'\]\['{split}'\] on rank": {"ema": whole | {split: average[split].to_local()}},
+        r"extra\['a'\]\[1\] on rank 1 .*unlike that on rank 0": {"a": [1, rank]},
+        r"extra\[0\], a DTensor": (average[split],) if rank else (1,),
+    }.items():
+        with pytest.raises(InputError, match=words) as told:
+            autopar.save(folder, run.model, extra=extra)
+        assert len(str(told.value)) <= 400 and "full_tensor" in str(told.value)
+        loader = DataLoader(dataset(), batch_sampler=run.sampler)
+        with pytest.raises(InputError, match=words):
+            next(iter(autopar.steps(run.model, loader, folder=folder, extra=extra)))
+    assert not folder.exists()
+    autopar.save(folder, run.model, extra={"ema": whole, "none": None, "list": [1.5, "a"]})
+    before = autopar.load(folder, run.model)
+    assert before is not None and before.extra["list"] == [1.5, "a"]
+    assert all(torch.equal(before.extra["ema"][name], item) for name, item in whole.items())
+
+
+def test_an_extra_that_is_not_every_ranks_is_refused_by_its_place(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(_extras, tmp_path / "saves")
 
 
 class _OfRank:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
 import autopar
@@ -108,7 +110,108 @@ def test_a_model_on_the_meta_device_loads_shards_and_writes_them_again(
     }
     assert written.keys() == expected.keys() - {"head.weight"}
     assert all(torch.equal(written[name], expected[name]) for name in written)
-    assert not list(tmp_path.glob(".*"))
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+# -- tied weights -------------------------------------------------------------------------------
+
+
+def _loads_ties(case: str, folder: Path) -> None:
+    expected = weights_of(seeded_net())
+    for kept in ("first", "other", "both", "model"):
+        model = parallel(meta_net(), case)
+        autopar.load_pretrained(model, folder / kept)
+        found = weights_of(model)
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], kept
+    net = seeded_net()
+    with torch.no_grad():
+        net.out.weight.mul_(2)
+    model = parallel(net, case)
+    before = weights_of(model)
+    with pytest.raises(InputError, match=r"(out|head)\.weight unlike (out|head)\.weight, wanted one value"):
+        autopar.load_pretrained(model, folder / "differ")
+    with pytest.raises(InputError, match=r"head\.weight of \[8, 4\] \(here \[8, 8\]\)"):
+        autopar.load_pretrained(model, folder / "shape")
+    assert all(torch.equal(before[name], item) for name, item in weights_of(model).items())
+    autopar.load_pretrained(
+        model, folder / "differ", rename=lambda name: None if name == "head.weight" else name
+    )
+    assert torch.equal(model.state_dict()["head.weight"], expected["out.weight"])
+
+
+@pytest.mark.parametrize("case", ["filter", "2 stages"])
+def test_a_tied_weight_is_loaded_by_whichever_name_files_have_and_two_values_are_refused(
+    case: str, pools: Pools, tmp_path: Path
+) -> None:
+    weights = weights_of(seeded_net())
+    row = weights["head.weight"].clone()
+    row[-1, -1] += 1
+    changed: dict[str, dict[str, Tensor | None]] = {
+        "first": {"head.weight": None},
+        "other": {"out.weight": None},
+        "both": {},
+        "differ": {"head.weight": row},
+        "shape": {"head.weight": torch.zeros(8, 4)},
+    }
+    for kind, change in changed.items():
+        (tmp_path / kind).mkdir()
+        file = {name: item for name, item in (weights | change).items() if item is not None}
+        save_file(file, tmp_path / kind / "model.safetensors")
+    (tmp_path / "model").mkdir()
+    save_model(seeded_net(), str(tmp_path / "model" / "model.safetensors"))
+    pools(2).run(_loads_ties, case, tmp_path)
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+
+def _saves_again(folder: Path) -> None:
+    model = parallel(seeded_net(), "filter")
+    there = os.getcwd()
+    os.chdir(folder / "linked")
+    try:
+        autopar.save_pretrained(model, Path("."), shard_bytes=1000)
+        autopar.load_pretrained(model, ".")
+    finally:
+        os.chdir(there)
+    autopar.save_pretrained(model, folder / "link")
+    autopar.load_pretrained(model, folder / "link")
+
+
+def test_a_save_replaces_the_model_that_was_there_and_no_other_file(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    write_shards(tmp_path / "linked")
+    others = {"model_ema.safetensors", "model-best.safetensors", "notes.txt"}
+    for name in others:
+        (tmp_path / "linked" / name).write_text("mine")
+    pools(2).run(_saves_again, tmp_path)
+    assert {path.name for path in (tmp_path / "linked").iterdir()} == others | {"model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "linked"}
+    assert all((tmp_path / "linked" / name).read_text() == "mine" for name in others)
+    expected = weights_of(seeded_net())
+    written = load_file(tmp_path / "linked" / "model.safetensors")
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def _fails_to_save(folder: Path) -> None:
+    """Rank 1 can't write, and what was there stays."""
+    model = parallel(seeded_net(), "filter")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"on rank 1: File too large"):
+            autopar.save_pretrained(model, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_fails_leaves_the_model_that_was_there(pools: Pools, tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    pools(2).run(_fails_to_save, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def _refusals(folder: Path) -> None:
@@ -125,6 +228,14 @@ def _refusals(folder: Path) -> None:
         r"of which the file lacks some|no JSON": lambda: autopar.load_pretrained(model, folder / "torn"),
         "a Net, wanted the parallel module|a Linear, wanted": lambda: autopar.load_pretrained(
             nn.Linear(1, 1), folder
+        ),
+        r"qkv\.bias given by rename= for other\.qkv\.bias and for other\.qkv\.weight": lambda: (
+            autopar.load_pretrained(
+                model, folder / "renamed", rename=lambda name: "qkv.bias" if "qkv" in name else name
+            )
+        ),
+        r"first\.bias, which a\.safetensors has, too": lambda: autopar.load_pretrained(
+            model, folder / "twice"
         ),
         "Not a directory": lambda: autopar.save_pretrained(model, folder / "renamed/model.safetensors/x"),
     }.items():
@@ -143,6 +254,9 @@ def test_files_of_other_names_shapes_and_torn_ones_are_refused_on_all_ranks(
     (tmp_path / "renamed").mkdir()
     file = tmp_path / "renamed" / "model.safetensors"
     save_file({f"other.{name}": item for name, item in weights.items()}, file)
+    (tmp_path / "twice").mkdir()
+    for name in ("a", "b"):
+        save_file({"first.bias": torch.zeros(8)}, tmp_path / "twice" / f"{name}.safetensors")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "model.safetensors").write_bytes(file.read_bytes()[:-8])
     pools(2).run(_refusals, tmp_path)
@@ -182,6 +296,20 @@ def _unsaved(folder: Path) -> None:
 def test_buffers_that_no_file_has_must_have_values(pools: Pools, tmp_path: Path) -> None:
     save_file(dict(Rotary().state_dict()), tmp_path / "model.safetensors")
     pools(2).run(_unsaved, tmp_path)
+
+
+def test_a_part_that_comes_in_several_reads_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.arange(60.0).view(12, 5)
+    save_file({"a": full}, tmp_path / "model.safetensors")
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, place: read(file, [views[0][:7]], place))
+    mine = torch.empty(4, 5)
+    part = Part(((4, 8), (5,)), (((1, 2),), ((0, 5),)))
+    assert read_part(tensors_in(tmp_path)["a"], part, mine) == 80
+    assert torch.equal(mine, part.take(full))
+    monkeypatch.setattr(os, "preadv", lambda file, views, place: 0)
+    with pytest.raises(InputError, match="an end after 0 bytes of 80"):
+        read_part(tensors_in(tmp_path)["a"], part, mine)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)

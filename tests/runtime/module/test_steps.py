@@ -93,6 +93,144 @@ def test_a_signal_ends_the_loop_after_a_save_and_handlers_are_as_before(tmp_path
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 
+# -- gradients that are added up ------------------------------------------------------------------
+
+
+def accumulate(loop: Steps, model: nn.Module, stop: int | None = None, *, zeros: bool = False) -> list[int]:
+    """Step the optimizer after every third batch; the steps made."""
+    optimizer, made = loop.others["optimizer"], []
+    for x, y in loop:
+        (model(x) - y).square().sum().backward()
+        made.append(loop.step + 1)
+        if made[-1] % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zeros)
+        if made[-1] == stop:
+            break
+    return made
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_save_waits_for_the_border_where_no_gradient_is_pending(zeros: bool, tmp_path: Path) -> None:
+    loop, undisturbed = run(tmp_path / "undisturbed", epochs=4, save_every=100)
+    accumulate(loop, undisturbed, zeros=zeros)
+    loop, model = run(tmp_path / "saves", epochs=4, save_every=4)
+    assert accumulate(loop, model, 8, zeros=zeros) == list(range(1, 9))
+    loop, model = run(tmp_path / "saves", epochs=4, save_every=4)
+    assert accumulate(loop, model) == list(range(7, 13)), "due after 4, saved after 6"
+    assert torch.equal(model.weight, undisturbed.weight)  # type: ignore[arg-type]
+
+
+def test_a_signal_between_added_gradients_leaves_after_the_step_that_takes_them(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    loop, model = run(tmp_path, epochs=4, save_every=100)
+    try:
+        with pytest.raises(SystemExit):
+            for x, y in loop:
+                (model(x) - y).square().sum().backward()
+                if loop.step == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                if loop.step % 3 == 2:
+                    loop_step(loop)
+        assert loop.step == 6
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_gradients_that_no_optimizer_ever_takes_are_refused_by_name(tmp_path: Path) -> None:
+    loop, model = run(tmp_path, epochs=4)
+    words = r"a gradient of weight after each of steps 2 to 4 that no optimizer step has taken"
+    with pytest.raises(InputError, match=words) as told:
+        for x, y in loop:
+            (model(x) - y).square().sum().backward()
+            if loop.step == 0:
+                with pytest.raises(InputError, match="gradient of weight in step 1"):
+                    loop.save()
+    assert len(str(told.value)) <= 400 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_body_may_save_after_its_step_and_not_before(stop: int, tmp_path: Path) -> None:
+    loop, model = run(tmp_path / "undisturbed")
+    samples = take(loop, model)
+    loop, other = run(tmp_path / "saves", save_every=100)
+    for x, y in loop:
+        with pytest.raises(
+            InputError, match=rf"step {loop.step + 1} under way, without the optimizer's step"
+        ):
+            loop.save()
+        (other(x) - y).square().sum().backward()
+        loop_step(loop)
+        if loop.step == stop - 1:
+            break
+    loop.save()
+    loop, again = run(tmp_path / "saves")
+    assert take(loop, again) == samples[stop:] and loop.step == 6
+    assert torch.equal(again.weight, model.weight)  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_is_taken_and_still_there_is_not_pending(tmp_path: Path) -> None:
+    loop, model = run(tmp_path, epochs=1, save_every=1, keep=9)
+    for x, y in loop:
+        loop.others["optimizer"].zero_grad()
+        (model(x) - y).square().sum().backward()
+        loop.others["optimizer"].step()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def _adds_up_parts(folder: Path) -> list[object]:
+    """Steps at which gradients of split parameters are pending, and the step that was saved."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x.repeat(3, 1), x.repeat(3, 1))
+    model: ParallelModule = autopar.parallelize(
+        nn.Linear(4, 4),
+        ClusterSpec.local(2),
+        (x, x),
+        loss_fn=F.mse_loss,
+        force="filter",
+        measure=False,
+        quiet=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    loader = DataLoader(data, batch_sampler=model.sampler(data))
+    loop = autopar.steps(model, loader, folder=folder, epochs=2, save_every=1000, optimizer=optimizer)
+    pending: list[object] = []
+    for x, y in loop:
+        model(x, y).backward()
+        if loop.step % 3 == 2:
+            optimizer.step()
+        try:
+            loop.save()
+        except InputError as error:
+            pending.append(loop.step)
+            assert "a gradient of weight in step" in str(error) or "a gradient of bias in step" in str(error)
+        if loop.step == 2:
+            optimizer.zero_grad()
+    return pending
+
+
+def test_gradients_of_split_parameters_are_pending_until_they_are_taken(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(_adds_up_parts, tmp_path) == [[0, 1, 3, 4]] * 2
+
+
+def test_a_folder_that_can_not_be_written_or_is_a_save_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "a", Path("/proc/no-folder")):
+        loop, model = run(folder)
+        with pytest.raises(InputError, match=r"autopar\.steps in .*on rank 0"):
+            take(loop, model)
+        assert loop.step == 0
+    take(*run(tmp_path / "saves", keep=1))
+    (save,) = (tmp_path / "saves").iterdir()
+    loop, model = run(save)
+    with pytest.raises(InputError, match=r"a single save, wanted the folder that saves go to"):
+        take(loop, model)
+
+
 def test_a_loader_without_a_place_and_bad_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"DataLoader without a sampler of autopar's.*parallel.sampler"):
         steps(nn.Linear(1, 1), DataLoader(DATA, batch_size=2), folder=tmp_path)
