@@ -101,7 +101,7 @@ def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
 
 @lru_cache(maxsize=MOST_SHARED)
 def _one_of_equals(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    """The same options as an object that operators of other sizes share."""
+    """One object of equal options, which operators of other sizes share."""
     return options
 
 
