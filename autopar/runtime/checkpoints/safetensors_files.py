@@ -89,7 +89,7 @@ def tensors_in(folder: Path) -> dict[str, TensorInFile]:
 
 
 def own_files(folder: Path) -> set[str]:
-    """Names of the files in a folder that are a saved model's, by its index or by how they are called."""
+    """Names of a saved model's files in a folder, by its index or by how they are called."""
     names = {path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)}
     if INDEX in names:
         with suppress(InputError):  # it is torn, and names none
