@@ -226,8 +226,8 @@ class WorkerError(AutoparError):
     """A worker process failed; `traceback` is that worker's own, empty if it left none. What autopar itself
     refused there has the exit code that it would have had here.
 
-    `is_lost` where the process was killed or stopped, and so its device may be gone. `step` is the last one
-    that a rank has told of, `flights` where each was.
+    `is_lost` where the process was killed or stopped, and so its device may be gone, `is_end` where the run's
+    time is up. `step` is the last one that a rank has told of, `flights` where each was.
     """
 
     def __init__(
@@ -240,12 +240,13 @@ class WorkerError(AutoparError):
         traceback: str = "",
         exit_code: int = 4,
         is_lost: bool = False,
+        is_end: bool = False,
         step: int | None = None,
         flights: str = "",
     ) -> None:
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
         self.traceback, self.exit_code, self.is_lost = traceback, exit_code, is_lost
-        self.step, self.flights = step, flights
+        self.is_end, self.step, self.flights = is_end, step, flights
 
     @property
     def details(self) -> str:

@@ -11,6 +11,7 @@ What the ranks do so that nothing is lost is the script's: it goes through `auto
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from autopar.core.elastic_bounds import DEVICES_SECONDS, Elastic
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import Launch, launch
-from autopar.runtime.launch.leaving import LEFT
+from autopar.runtime.launch.leaving import LEFT, LeaveRequest
 
 ENDING_SECONDS = 2  # that ranks have which are left after a fault
 
@@ -41,8 +42,8 @@ class History:
         fault = "" if error.is_lost else cause_of(error)
         comes_again = fault != "" and fault in self.faults
         self.faults.append(fault)
-        refused = error.exit_code in worker.REFUSED
-        return not (refused or comes_again or len(self.faults) > self.elastic.restarts)
+        ends = error.is_end or error.exit_code in worker.REFUSED
+        return not (ends or comes_again or len(self.faults) > self.elastic.restarts)
 
 
 def cause_of(error: WorkerError) -> str:
@@ -82,26 +83,55 @@ def run_elastic(
 ) -> None:
     """Run a job, and start it again after faults on the ranks that are there; `run` runs it once.
 
-    Raises the WorkerError after which it isn't started again, InputError where too few devices are left,
-    KeyboardInterrupt.
+    Raises the WorkerError after which it isn't started again, of exit code 75 once a signal has asked the
+    launcher to leave, InputError where too few devices are left, KeyboardInterrupt.
     """
-    tell = tell or partial(print, file=sys.stderr, flush=True)
+    with LeaveRequest() as request:
+        _run_asked(job, elastic, request, run, tell or partial(print, file=sys.stderr, flush=True))
+
+
+def _run_asked(
+    job: Launch,
+    elastic: Elastic,
+    request: LeaveRequest,
+    run: Callable[[Launch], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Run a job until its end, a fault that ends it, or a request to leave."""
     history, begin = History(elastic), time.monotonic()
     size = elastic.there(elastic.most)
     while True:
-        growth = _Growth(elastic, size)
-        watch = replace(job.watch, wants_change=growth, timeout=_left(job.watch.timeout, begin))
+        if request.signal is not None:
+            raise _asked(request.signal)
+        growth, timeout = _Growth(elastic, size), _left(job.watch.timeout, begin)
+        watch = replace(job.watch, wants_change=growth, timeout=timeout, request=request)
         try:
             run(replace(job, num_processes=size, watch=watch, grace=ENDING_SECONDS))
         except WorkerError as error:
-            is_change = error.exit_code == LEFT and growth.wanted > 0
+            is_change = error.exit_code == LEFT and growth.wanted > 0 and request.signal is None
             if not is_change and (error.exit_code == LEFT or not history.may_go_on(error)):
                 raise
+            if request.signal is not None:
+                raise _asked(request.signal) from error
             lost = max(elastic.least, size - 1) if error.is_lost else size
             before, size = size, elastic.there(lost)
             tell(_told(error, before, size, is_change=is_change))
+        except SystemExit as ended:
+            if request.signal is not None and ended.code == 128 + request.signal:
+                raise _asked(request.signal) from None  # before any rank has come to its loop
+            raise
         else:
             return
+
+
+def _asked(number: signal.Signals) -> WorkerError:
+    return WorkerError(
+        where="autopar run --elastic",
+        found=f"{number.name} where no rank could save",
+        wanted="ranks that run to their end",
+        remedy="start it again, to go on from the last save",
+        exit_code=LEFT,
+    )
 
 
 def _left(timeout: float | None, begin: float) -> float | None:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from autopar.errors import WorkerError
 from autopar.runtime.launch.children import children
 from autopar.runtime.launch.flight_record import read_flights
-from autopar.runtime.launch.leaving import LEAVE_SECONDS, LEAVE_SIGNALS
+from autopar.runtime.launch.leaving import LEAVE_SECONDS, LEAVE_SIGNALS, LeaveRequest
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
 from autopar.runtime.launch.rank_files import listens, never_joined, where_are
 
@@ -35,13 +35,15 @@ LOOK_SECONDS = 1.0  # between two looks at the ranks
 class WatchOptions:
     """When ranks are ended: after `timeout` seconds, or once none has made a step for `deadline` seconds.
 
-    Once `wants_change` is true, ranks that listen are asked to leave, and have so much `grace`.
+    Once `wants_change` is true, ranks that listen are asked to leave, and have so much `grace`. Signals that
+    ask the launcher are noted in `request`, which may have one already.
     """
 
     timeout: float | None = None
     deadline: float | None = None
     wants_change: Callable[[], bool] | None = None
     grace: float = LEAVE_SECONDS
+    request: LeaveRequest | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Watch:
     num_processes: int
     options: WatchOptions
     others: set[int]
+    request: LeaveRequest
     begin: float = field(default_factory=time.monotonic)
     looks: Counter[int] = field(default_factory=Counter)
     errors: list[WorkerError] = field(default_factory=list)
@@ -77,7 +80,8 @@ class Watch:
         """Look once at all ranks."""
         ranks, now = self.ranks, time.monotonic()
         if now >= self.begin + (self.options.timeout or math.inf):
-            self.errors.append(_late(f"still running after {self.options.timeout} s", self.logs, ranks))
+            found = f"still running after {self.options.timeout} s"
+            self.errors.append(_late(found, self.logs, ranks, is_end=True))
         self.errors.extend(_stopped(process_of(pid)) for pid in ranks if self._has_stopped(pid))
         if (absent := never_joined(self.logs)) is not None:
             self.errors.append(_absent(absent, self.num_processes))
@@ -85,8 +89,11 @@ class Watch:
             self.errors.append(_late(stuck, self.logs, ranks))
         if now >= self.asked_at + self.options.grace:
             found = f"still running {self.options.grace:g} s after {self.asked_by}"
-            self.errors.append(_late(found, self.logs, ranks))
-        if math.isinf(self.asked_at) and self.options.wants_change and self.options.wants_change():
+            is_end = self.request.signal is not None
+            self.errors.append(_late(found, self.logs, ranks, is_end=is_end))
+        if math.isinf(self.asked_at) and self.request.signal is not None:  # nobody listened then
+            self.ask(self.request.signal, self.request.signal.name)
+        elif math.isinf(self.asked_at) and self.options.wants_change and self.options.wants_change():
             self.ask(signal.SIGUSR1, "another number of devices")
 
     def _has_stopped(self, pid: int) -> bool:
@@ -112,7 +119,8 @@ class Watch:
 def watching(logs: Path, num_processes: int, options: WatchOptions) -> Iterator[Watch]:
     """Within, a thread looks at the ranks, and rings the alarm once there is an error; signals that ask to
     leave are passed on to them."""
-    watch, over = Watch(logs, num_processes, options, children()), threading.Event()
+    request = options.request or LeaveRequest()
+    watch, over = Watch(logs, num_processes, options, children(), request), threading.Event()
     end = watch.begin + (options.timeout or math.inf)
 
     def look() -> None:
@@ -136,7 +144,7 @@ def _passing_on(watch: Watch) -> Iterator[None]:
     """Within, ranks get the signals that ask to leave; where none listens SIGTERM ends them."""
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number)
+        name = watch.request.signal = signal.Signals(number)
         if watch.ask(number, name.name):
             return
         if name is signal.SIGTERM:
@@ -155,13 +163,14 @@ def _passing_on(watch: Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _late(found: str, logs: Path, ranks: set[int]) -> WorkerError:
+def _late(found: str, logs: Path, ranks: set[int], *, is_end: bool = False) -> WorkerError:
     where = where_are(logs, ranks)
     return WorkerError(
         where="all ranks",
         found=found + (f", {where}" if where else ""),
         wanted="an end before that",
         remedy="raise the timeout, or look for ranks that wait for each other",
+        is_end=is_end,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -77,6 +78,70 @@ def test_what_autopar_refuses_and_a_run_that_was_asked_to_leave_are_not_tried_ag
         with pytest.raises(WorkerError, match="a fault") as caught:
             sizes_of([fault(exit_code=code), None], Elastic(2, 4))
         assert caught.value.exit_code == code
+
+
+def test_the_end_of_the_time_is_no_fault() -> None:
+    with pytest.raises(WorkerError, match="time is up"):
+        sizes_of([fault(found="time is up", is_end=True, step=3), None], Elastic(2, 4))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("comes", ["before a change", "before a kill", "before ranks listen", "between"])
+def test_a_signal_to_the_launcher_ends_the_run_to_be_started_again(
+    number: signal.Signals, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, sizes, told = signal.getsignal(number), list[int](), list[str]()
+    monkeypatch.setattr(elastic, "DEVICES_SECONDS", 0.0)
+    monkeypatch.setattr(Elastic, "there", lambda self, default: 3 if sizes else 4)
+
+    def run(job: Launch) -> None:
+        sizes.append(job.num_processes)
+        assert job.watch.wants_change is not None and job.watch.request is not None
+        if comes == "between":
+            raise killed(3)
+        assert job.watch.wants_change()
+        os.kill(os.getpid(), number)  # as the launcher's own handler notes it
+        assert job.watch.request.signal == number
+        if comes == "before ranks listen":
+            raise SystemExit(128 + number)
+        raise fault(exit_code=LEFT, step=3) if comes == "before a change" else killed(3)
+
+    def tell(text: str) -> None:
+        told.append(text)
+        os.kill(os.getpid(), number)
+
+    with pytest.raises(WorkerError) as caught:
+        run_elastic(Launch(["train.py"], 4), Elastic(2, 4, devices="count"), run=run, tell=tell)
+    assert caught.value.exit_code == LEFT and sizes == [4]
+    assert len(told) == (comes == "between") and signal.getsignal(number) == before
+
+
+LISTENS_LATE = """
+import os, signal, sys, time
+os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(0.5)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+time.sleep(60)
+"""
+
+
+def test_a_signal_that_no_rank_listens_to_yet_is_passed_on_once_one_does(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LISTENS_LATE)
+    for words in (("--cluster", "local:1"), ("--elastic", "1:1")):
+        command = [sys.executable, "-m", "autopar", "run", str(script), *words]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert run.returncode == LEFT, run.stderr
+        assert "starting again" not in run.stderr
+
+
+def test_a_run_whose_time_is_up_is_not_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "autopar", "run", str(script), "--elastic", "1:1", "--timeout", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 4 and "starting again" not in run.stderr
+    assert "still running after" in run.stderr
 
 
 def test_a_command_says_how_many_devices_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
