@@ -55,7 +55,7 @@ def saved(path: Path, ranks: int, options: Options) -> Path:
     found = autopar.plan(
         net(), cluster, batch(), loss_fn=nn.functional.cross_entropy, measure=False, **options
     )
-    found.save(path)
+    replace(found, subject=None).save(path)  # which a search at parallelize has none of
     return path
 
 
