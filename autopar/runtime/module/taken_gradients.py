@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.parameters.parameters import local
+from autopar.torch_seams.tensors import version_of
 
 _MARK = "_autopar_taken"  # an attribute of a gradient
 
@@ -59,4 +60,4 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]
 def _version(gradient: Tensor) -> tuple[int, int, int]:
     """Another one after each write, into a DTensor or into its own rows."""
     mine = local(gradient)
-    return gradient._version, mine.data_ptr(), mine._version  # noqa: SLF001  (torch's only word for it)
+    return version_of(gradient), mine.data_ptr(), version_of(mine)

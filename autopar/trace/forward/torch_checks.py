@@ -30,7 +30,6 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_seams.fakes import FakeTensor
-from autopar.torch_seams.pytree import tree_map_only
 from autopar.torch_seams.tracing import (
     any_element,
     batch_norm,
@@ -40,7 +39,6 @@ from autopar.torch_seams.tracing import (
 )
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.forms.inverse_spectra import inverse_spectra
-from autopar.trace.forward.autocast import KERNELS
 from autopar.trace.forward.drawn_decisions import DrawnDecisions
 from autopar.trace.forward.finite_checks import FiniteChecks
 from autopar.trace.forward.same_masks import SameMasks
@@ -267,7 +265,7 @@ class _Rewriting(TorchFunctionMode):
         self.finite.after(function, args, kwargs, result)
         self.same.after(function, args, kwargs, result)
         self.drawn.after(function, args, result)
-        return _as_constant(function, result)
+        return result
 
     def passed(self, function: Any, args: tuple[Any, ...]) -> bool | None:
         """The answer that lets a check of values pass which raises otherwise; None if the call is no such
@@ -318,20 +316,6 @@ class _Rewriting(TorchFunctionMode):
                 "a forward by tensors alone",
                 "compute it with torch, or outside of forward and pass the result",
             ) from cause
-
-
-def _as_constant(function: Any, result: Any) -> Any:
-    """The result, detached where it is made under no_grad inside of autocast: torch.export (2.13) loses that
-    region. What is written in place stays as it is."""
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or torch.is_grad_enabled() or not any(map(torch.is_autocast_enabled, KERNELS)):
-        return result
-    return tree_map_only(Tensor, _detached, result)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.is_floating_point() else tensor
 
 
 def _by_a_draw() -> ForwardError:
