@@ -29,6 +29,7 @@ from autopar.trace.call.call_signature import (
     split_for_loss,
 )
 from autopar.trace.forward.autocast import Autocast
+from autopar.trace.forward.constant_regions import ConstantRegions
 from autopar.trace.forward.devices import devices_of
 from autopar.trace.forward.refusals import FORWARD
 from autopar.trace.reads.attribute_reads import Reads, current
@@ -158,12 +159,12 @@ class FlatModel(nn.Module):
         self.enter(FORWARD)
         model, given = self.model, self.call.arguments.tensors  # read before reads are recorded
         values = InputValues(fakes, given, reads)
-        with reads.on(), by_name, values, heard(self.call.answers), self.call.taken:
+        with reads.on(), by_name, values, heard(self.call.answers), self.call.taken, ConstantRegions():
             output = model(*args, **kwargs)
         if self.loss_fn is None:
             return output
         self.enter(f"the loss {_name(self.loss_fn)}")
-        with reads.on(), by_name, values, heard(self.call.answers), self.call.taken:
+        with reads.on(), by_name, values, heard(self.call.answers), self.call.taken, ConstantRegions():
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
         _check_loss_result(self.loss_fn, loss)
         return loss if self.call.loss_only else {"loss": loss, "output": output}

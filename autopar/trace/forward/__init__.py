@@ -8,6 +8,7 @@ foreign_random       random numbers that a program can't draw
 devices              one device for what lies on several
 inference_mode       traces calls made in torch.inference_mode
 autocast             what torch.autocast does to operators
+constant_regions     what is made without gradients inside of autocast
 checkpoint_regions   what torch.utils.checkpoint recomputes
 refusals             what torch.export raises, in our words
 drawn_decisions      branches on random numbers that forward draws

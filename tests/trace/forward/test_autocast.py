@@ -301,3 +301,33 @@ def test_a_model_on_the_meta_device_is_traced_as_one_that_is_there() -> None:
             found.append(trace(OnAnyDevice(), (torch.zeros(2, 4),)).graph)
     here, on_paper = ([str(item.target) for item in graph.operators] for graph in found)
     assert here == on_paper and here.count("aten.to.dtype") == 4
+
+
+class Taught(nn.Module):
+    """A teacher without gradients, inside of autocast or around it."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.teacher, self.student, self.inside = nn.Linear(6, 6), nn.Linear(6, 6), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            with torch.autocast("cpu", BF16):
+                with torch.no_grad():
+                    wanted = self.teacher(x)
+                return (self.student(x) - wanted).float().square().mean()
+        with torch.no_grad(), torch.autocast("cpu", BF16):
+            wanted = self.teacher(x)
+        return (self.student(x) - wanted).float().square().mean()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_made_without_gradients_has_none(inside: bool) -> None:
+    graph = trace(Taught(inside=inside), (torch.randn(4, 6),)).graph
+    linear = [item for item in graph.operators if item.target is aten.linear.default]
+    results = [item.results[0] for item in linear]
+    taught, learnt = sorted(results, key=lambda name: graph.specs[name].requires_grad)
+    readers = [item for item in graph.operators if taught in item.operands]
+    detached = [item.target is aten.detach.default for item in readers]
+    assert not graph.specs[taught].requires_grad or all(detached)
+    assert graph.specs[learnt].requires_grad
