@@ -137,7 +137,9 @@ class _Fitting:
         least, good = plain, []
         for parts in self.promising(plain.peak, table, cap):
             if (seconds := _totals(table, parts)[0]) >= self.spare:
-                return least
+                if not good:
+                    return least
+                break
             found = self.fitted(parts, seconds)
             least = min(least, found, key=lambda each: _size(each.peak))
             if found.peak.nbytes <= cap:
