@@ -134,7 +134,8 @@ class _Fitting:
         if plain.peak.nbytes <= cap:
             return plain
         table = _table(self.priced)
-        least, good = plain, []
+        least = plain
+        good: list[FittedProgram] = []
         for parts in self.promising(plain.peak, table, cap):
             if (seconds := _totals(table, parts)[0]) >= self.spare:
                 if not good:
