@@ -37,6 +37,7 @@ from autopar.core.cluster_keys import (
 )
 from autopar.core.mesh import AXIS_NAMES, Mesh, factorisations, runs_of
 from autopar.core.slurm import torchrun_variables
+from autopar.core.topology import Topology, read_topology
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
 from autopar.units import (
@@ -129,7 +130,8 @@ class ClusterSpec:
     cap. `intra` links devices of one node, `inter` devices of different nodes, `host` each GPU with the
     memory of its node, None for unknown; of `host_memory`, None for no cap, the node's devices may take that
     many bytes together. `cores` are those that the CPU devices of a node share, counted as containers count
-    them (0.5 is half of one's time), None for as many as this machine has.
+    them (0.5 is half of one's time), None for as many as this machine has. `topology` lays the links between
+    nodes; without, each pair of nodes has its own.
     """
 
     nodes: int
@@ -142,6 +144,7 @@ class ClusterSpec:
     host: Link | None
     host_memory: int | None
     described: DescribedDevice | None
+    topology: Topology | None
 
     def __init__(
         self,
@@ -156,6 +159,7 @@ class ClusterSpec:
         host: Link | None = None,
         host_memory: int | str | None = None,
         described: DescribedDevice | None = None,
+        topology: Topology | None = None,
     ) -> None:
         """Take memory also as text (`"80GB"`); without `intra` a marked estimate stands in.
 
@@ -172,10 +176,11 @@ class ClusterSpec:
         }
         values = read_table("cluster", given, CLUSTER_KEYS, wrong)
         wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
-        wrong += _too_many(values)
+        wrong += _too_many(values) + _other_nodes(values, topology)
         refuse("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
         values["inter"], values["host"], values["described"] = inter, host, described
+        values["topology"] = topology
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -236,6 +241,7 @@ class ClusterSpec:
 
         Instead of both a link may have `points = [["1kB", "10us"], ["1MB", "90us"]]`, measured messages.
         With `cards = 2` in [links.inter] the devices of a node share two network cards of its bandwidth.
+        `topology = "ring"` there, or another of `core/topology.py`, says how the links are laid.
 
         Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too;
         `host_memory` and the link to it serve offload, and are left out where unknown.
@@ -322,6 +328,7 @@ class ClusterSpec:
             host=self.host,
             host_memory=self.host_memory,
             described=self.described,
+            topology=self.topology if nodes > 1 else None,
         )
 
     def stage_counts(self) -> tuple[int, ...]:
@@ -367,6 +374,7 @@ class ClusterSpec:
         memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
         cores = f", {self.cores:g} cores a node" if self.cores is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""
+        inter += f" ({self.topology})" if self.topology else ""
         host = f"; to the host {self.host}" if self.host else ""
         return f"{self.devices}{memory}{cores}; within a node {self.intra}{inter}{host}"
 
@@ -380,6 +388,8 @@ def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, 
     links = read_table(
         "links", tables.get("links", {}), dict.fromkeys(("intra", "inter", "host"), as_table), wrong
     )
+    if "inter" in links:
+        links["inter"], values["topology"] = read_topology(links["inter"], values.get("nodes", 1), wrong)
     for name, table in links.items():
         values[name] = _read_link(name, table, values.get("devices_per_node", 1), wrong)
     wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
@@ -431,6 +441,15 @@ def _too_many(values: Mapping[str, Any]) -> list[InputError]:
     if count <= MOST_DEVICES:
         return []
     return [violation("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
+
+
+def _other_nodes(values: Mapping[str, Any], topology: Topology | None) -> list[InputError]:
+    """Violations by a topology whose nodes aren't the cluster's, nor those of several clusters like it."""
+    nodes = values.get("nodes", 1)
+    if topology is None or topology.nodes % nodes == 0:
+        return []
+    found = f"a {topology.kind.value} between {topology.nodes} nodes"
+    return [violation("links.inter.topology", found, f"one between the {nodes} nodes of the cluster")]
 
 
 def _missing_inter(nodes: int, inter: object) -> list[InputError]:
