@@ -145,6 +145,11 @@ def test_a_square_gathers_a_row_of_one_and_a_column_of_the_other() -> None:
     assert products.count_grid(layer, 1, 1) == 0
 
 
+def test_a_cube_also_scatters_among_its_layers() -> None:
+    """Blocks of 2 entries and 2 numbers; each layer's 4 numbers of a result are scattered among two."""
+    assert products.count_grid(products.GraphLayer(8, 2, 16), 2, 2) == 2 * (2 + 2 + 4 / 2) + 4 * 2
+
+
 # Strategies
 
 

@@ -110,6 +110,10 @@ def test_stages_keep_the_topology_where_they_span_nodes(tmp_path: Path) -> None:
         whole.shaped(16, 2)
 
 
+def test_circuits_lead_both_ways() -> None:
+    assert Topology(TopologyKind.SWITCH, 3, circuits=((2, 1), (1, 0))).circuits == ((2, 1), (1, 0))
+
+
 def test_topologies_made_in_python_are_checked() -> None:
     with pytest.raises(InputError, match=r"sizes: found nothing = 1, wanted sizes whose product is 4"):
         Topology(TopologyKind.TORUS, 4)

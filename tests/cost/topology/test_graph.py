@@ -38,6 +38,14 @@ def test_a_message_divides_over_ways_of_equal_length() -> None:
     assert graph.load([]) == 0
 
 
+def test_a_message_divides_over_paths_not_over_the_last_links() -> None:
+    """From 0 to 6 two paths lead by 4, one by 5."""
+    circuits = ((0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 5), (4, 6), (5, 6))
+    graph = LinkGraph(Topology(TopologyKind.SWITCH, 7, circuits=circuits))
+    loads = graph.loads([(0, 6, 3.0)])
+    assert loads[4, 6] == pytest.approx(2) and loads[5, 6] == loads[0, 1] == pytest.approx(1)
+
+
 def test_a_switchs_way_up_carries_all_its_nodes_or_a_part() -> None:
     def load(oversubscription: float) -> float:
         tree = Topology(TopologyKind.FAT_TREE, 8, sizes=(4, 2), oversubscription=oversubscription)

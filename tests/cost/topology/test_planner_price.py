@@ -49,6 +49,14 @@ def test_within_a_node_and_without_a_topology_nothing_changes(kind: Collective) 
         assert exchanges(gpus, device_model("h100", None)).collective(kind, 4000, (0,)) == nccl_seconds
 
 
+def test_cpus_also_copy_what_they_sum() -> None:
+    slow = replace(TOY, bandwidth=10.0)
+    laid = replace(PLAIN, topology=RING)
+    more = exchanges(laid, slow).collective(Collective.ALL_REDUCE, 4000, (0,))
+    less = exchanges(laid).collective(Collective.ALL_REDUCE, 4000, (0,))
+    assert more - less == pytest.approx(collectives.copied(Collective.ALL_REDUCE, 4000, 4) / 10)
+
+
 def test_a_narrow_tree_makes_sums_between_nodes_dearer() -> None:
     def takes(oversubscription: float) -> float:
         tree = Topology(TopologyKind.FAT_TREE, 4, sizes=(2, 2), oversubscription=oversubscription)

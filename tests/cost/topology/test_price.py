@@ -97,6 +97,13 @@ def test_parts_of_the_nodes_exchange_at_the_same_time() -> None:
     assert pairs == ((0.5, 2),) and quads == ((0.25, 6),)
 
 
+def test_groups_load_what_they_share() -> None:
+    """Nodes 2 and 3 are on one switch: 2 sends to 0 and 3 to 4, both by its way up, of rate 1."""
+    shared = Topology(TopologyKind.FAT_TREE, 6, sizes=(2, 3), oversubscription=2.0)
+    loads = loads_of(SumAlgorithm.RING, shared, 3)
+    assert loads is not None and [(round(3 * load, 9), count) for load, count in loads] == [(2, 4)]
+
+
 def test_measured_points_are_read_between() -> None:
     link = Link.measured(((10, 1.0), (20, 3.0)))
     assert takes(SumAlgorithm.RING, RING_8, 120, link) == 2 * 7 * 2.0
