@@ -1,7 +1,7 @@
 """Dependencies point one way: a room imports those to its right, and nothing to its left.
 
     api, cli - proof, comparing, explaining, doctor, integrations - compiler - planning - solve - cost
-        - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
+        - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster, updates
         - core - torch_seams - units, errors
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
@@ -32,7 +32,7 @@ FLOORS = [  # the lowest first
     {"errors", "units"},
     {"torch_seams"},
     {"core"},
-    {"trace", "sharding", "convert", "schedules", "results", "cluster"},
+    {"trace", "sharding", "convert", "schedules", "results", "cluster", "updates"},
     {"runtime", "ops"},
     {"rewrite", "costdb"},
     {"cost"},
