@@ -25,7 +25,7 @@ import torch
 
 from autopar.errors import InputError
 from autopar.torch_seams.autograd import any_requires_grad
-from autopar.torch_seams.modes import below_autograd
+from autopar.torch_seams.modes import below_autograd, num_dispatch_modes
 from autopar.torch_seams.schemas import short_name
 
 NAMESPACE = "autopar"
@@ -47,11 +47,17 @@ class _Kernel:
 
 
 _ordered: dict[str, _Kernel] = {}  # operators whose order ranks share
+_run: dict[str, Callable[..., Any]] = {}  # what autograd calls of them, past torch's dispatcher
 
 
 def operator(name: str) -> Any:
     """The registered overload, a `torch._ops.OpOverload`."""
     return getattr(torch.ops.autopar, name).default
+
+
+def quickly(name: str) -> Callable[..., Any]:
+    """The registered operator for a caller inside of autograd: it need not be looked up there again."""
+    return _run.get(name) or operator(name)
 
 
 def functional(
@@ -72,21 +78,28 @@ def functional(
     define(name, schema, kernel, shape=shape)
     if not is_local:
         keep_order(name, schema, kernel, shape=shape)
-    _library.impl(name, _differentiable(name, setup, backward or _refusal(name)), "Autograd")
+    _run[name] = _differentiable(name, kernel, setup, backward or _refusal(name))
+    _library.impl(name, _run[name], "Autograd")
 
 
 def _differentiable(
-    name: str, setup: Callable[..., None] | None, slope: Callable[..., Any]
+    name: str,
+    kernel: Callable[..., Any],
+    setup: Callable[..., None] | None,
+    slope: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Make the autograd kernel of an operator. torch's own `register_autograd` looks through the schema at
     each call for arguments that were left out, of which these operators have none: 0.1 ms for ten of them."""
     overload = operator(name)
 
+    def below(*args: Any) -> Any:
+        with below_autograd():
+            return kernel(*args) if _is_real(args[0]) else overload(*args)
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with below_autograd():
-                result = overload(*args)
+            result = below(*args)
             if setup is not None:
                 setup(ctx, args, result)
             return result
@@ -98,10 +111,14 @@ def _differentiable(
     def run(*args: Any) -> Any:
         if torch.is_grad_enabled() and any_requires_grad(*args):
             return apply(*args)
-        with below_autograd():
-            return overload(*args)
+        return below(*args)
 
     return run
+
+
+def _is_real(tensor: Any) -> bool:
+    """Whether a tensor has values, and nothing but a kernel is to see it."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta and not num_dispatch_modes()
 
 
 def _refusal(name: str) -> Callable[..., Any]:

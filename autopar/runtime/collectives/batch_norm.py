@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _differentiate(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    back = registry.operator("batch_norm_backward")(gradient, *ctx.saved_tensors, *ctx.arguments)
+    back = registry.quickly("batch_norm_backward")(gradient, *ctx.saved_tensors, *ctx.arguments)
     parameters = [
         None if dtype is None else total.to(dtype) for dtype, total in zip(ctx.dtypes, back[1:], strict=True)
     ]
