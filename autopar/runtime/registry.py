@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.torch_seams.autograd import any_requires_grad
+from autopar.torch_seams.autograd import any_requires_grad, profiler_enabled
 from autopar.torch_seams.modes import below_autograd, num_dispatch_modes
 from autopar.torch_seams.schemas import short_name
 
@@ -34,6 +34,7 @@ _library = _Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _KERNEL = "CompositeExplicitAutograd"
 _IN_TURN = "_in_turn"  # ends the names of twins
+EAGER = "eager"  # the attribute of an operator that programs call which aren't compiled
 
 
 @dataclass(slots=True)
@@ -47,7 +48,6 @@ class _Kernel:
 
 
 _ordered: dict[str, _Kernel] = {}  # operators whose order ranks share
-_run: dict[str, Callable[..., Any]] = {}  # what autograd calls of them, past torch's dispatcher
 
 
 def operator(name: str) -> Any:
@@ -55,9 +55,11 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.autopar, name).default
 
 
-def quickly(name: str) -> Callable[..., Any]:
-    """The registered operator for a caller inside of autograd: it need not be looked up there again."""
-    return _run.get(name) or operator(name)
+def eager(name: str) -> Callable[..., Any]:
+    """What the registered operator does, past torch's dispatcher, which takes twice as long as a small one's
+    work; the operator itself where it has no derivative."""
+    overload = operator(name)
+    return getattr(overload, EAGER, overload)  # type: ignore[no-any-return]
 
 
 def functional(
@@ -78,8 +80,9 @@ def functional(
     define(name, schema, kernel, shape=shape)
     if not is_local:
         keep_order(name, schema, kernel, shape=shape)
-    _run[name] = _differentiable(name, kernel, setup, backward or _refusal(name))
-    _library.impl(name, _run[name], "Autograd")
+    run = _differentiable(name, kernel, setup, backward or _refusal(name))
+    _library.impl(name, run, "Autograd")
+    setattr(operator(name), EAGER, _unless_profiled(run, operator(name)))
 
 
 def _differentiable(
@@ -114,6 +117,15 @@ def _differentiable(
         return below(*args)
 
     return run
+
+
+def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., Any]:
+    """Like `run`; through the dispatcher while a profiler notes what goes there."""
+
+    def eager(*args: Any) -> Any:
+        return overload(*args) if profiler_enabled() else run(*args)
+
+    return eager
 
 
 def _is_real(tensor: Any) -> bool:

@@ -388,7 +388,7 @@ def _move(
 
 
 def _called(move: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
-    called: Callable[..., Tensor] = registry.quickly(move) if isinstance(move, str) else move
+    called: Callable[..., Tensor] = registry.eager(move) if isinstance(move, str) else move
     return called
 
 
@@ -414,7 +414,7 @@ def summing_in(name: str, dtype: torch.dtype | None) -> Callable[..., Tensor]:
 
     def move(gradient: Tensor, *arguments: Any) -> Tensor:
         other = gradient.dtype if dtype is None or gradient.dtype is torch.float64 else dtype
-        total: Tensor = registry.quickly(name)(gradient.to(other), *arguments)
+        total: Tensor = registry.eager(name)(gradient.to(other), *arguments)
         return total.to(gradient.dtype)
 
     return move

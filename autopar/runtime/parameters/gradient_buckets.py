@@ -268,7 +268,7 @@ class GradientSync:
     ) -> None:
         self.buckets = assign(members, device, bucket_bytes)
         self._deliver, self._rest = deliver, rest
-        self._kept: dict[Bucket, tuple[Tensor, int]] = {}
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # by the bucket's id: to hash it takes 0.1 ms
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -311,10 +311,10 @@ class GradientSync:
         fresh pages for 100 MB of gradients cost a CPU as much as copying them; torch keeps a GPU's."""
         if like.device.type != "cpu":
             return _new(bucket, length, like)
-        kept, uses = self._kept.get(bucket, (None, 0))
+        kept, uses = self._kept.get(id(bucket), (None, 0))
         if kept is None or kept.shape != (length,) or kept.device != like.device or num_uses(kept) > uses:
             kept = _new(bucket, length, like)
-            self._kept[bucket] = kept, num_uses(kept)
+            self._kept[id(bucket)] = kept, num_uses(kept)
         return kept.view(length)  # an alias, which counts as a use while it lives
 
     def _finish(self, task: int) -> None:

@@ -219,19 +219,18 @@ class Leaves:
     def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The gradients that have added up in these leaves, which no longer hold them then; those of full
         copies scattered, which is collective."""
-        leaves = {index: leaf for index in indices if (leaf := self._leaf(index)) is not None}
-        gradients = {index: leaf.grad for index, leaf in leaves.items() if leaf.grad is not None}
-        for index in gradients:
-            leaves[index].grad = None
-            tied = self._tied[index]
+        gradients: dict[int, Tensor] = {}
+        for index in indices:
+            leaf, tied = self._leaf(index), self._tied[index]
+            if leaf is None or (gradient := leaf.grad) is None:
+                continue
+            leaf.grad = None
             if tied is not None and self._find[index]() is not tied[0]:
                 raise _exchanged(self._parts[index].target)
-        return {
-            index: scatter_once(self._parts[index], detached(gradient))
-            if self._parts[index].gathers
-            else detached(gradient)
-            for index, gradient in gradients.items()
-        }
+            gradients[index] = detached(gradient)
+            if self._parts[index].gathers:
+                gradients[index] = scatter_once(self._parts[index], gradients[index])
+        return gradients
 
     def have_all(self, indices: Iterable[int]) -> bool:
         """Whether each of these leaves has a gradient."""
@@ -247,8 +246,10 @@ class Leaves:
 
     def _leaf(self, index: int) -> Tensor | None:
         """The leaf of a part, as far as there is one."""
+        if index in self._full:
+            return self._full[index]
         tied = self._tied[index]
-        return self._full.get(index, None if tied is None else tied[2])
+        return None if tied is None else tied[2]
 
     def _check(self, part: InputPart, outer: Tensor) -> None:
         laid = f"as {placements_of(part.layout)} with local shape"
