@@ -19,6 +19,7 @@ from autopar.runtime.parameters.gradient_buckets import (
     GradientSync,
     Sums,
     assign,
+    side_by_side,
 )
 from tests.pool import Pool
 from tests.runtime.collectives.cases import TIMEOUT
@@ -183,3 +184,14 @@ def _asked_for() -> list[int]:
 
 def test_a_bucket_takes_memory_for_all_its_numbers(pools: Pools) -> None:
     assert pools(2).run(_asked_for) == [[2 + 6 + 3, 2]] * 2
+
+
+def test_tensors_that_lie_side_by_side_keep_their_shapes() -> None:
+    """Also what has no elements, a number, and a view that isn't contiguous."""
+    parts = [torch.randn(2, 3), torch.empty(0, 5), torch.tensor(7.0), torch.randn(2, 2).t()]
+    flat = torch.empty(11)
+    places = side_by_side(flat, parts, [6, 0, 1, 4])
+    assert all(map(torch.equal, places, parts))
+    assert torch.equal(flat, torch.cat([part.reshape(-1) for part in parts]))
+    flat.fill_(1.0)
+    assert all(torch.equal(place, torch.ones_like(place)) for place in places)
