@@ -140,7 +140,8 @@ def _rank() -> int:
     chosen = _viewpoint.get()
     if chosen is not None:
         return chosen
-    return dist.get_rank() if dist.is_initialized() else 0
+    world = dist.group.WORLD
+    return 0 if world is None else world.rank()
 
 
 @functools.cache
