@@ -271,7 +271,7 @@ def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Requ
             for sizes in itertools.combinations(mesh.shape, count)
         )
         even = all(length % size == 0 for size in set(subsets) for length in lengths if size <= length)
-        found.setdefault(tuple(sorted(mesh.shape)) if even else mesh, mesh)
+        found.setdefault(tuple(sorted(mesh.shape)) if even and not mesh.shares else mesh, mesh)
     return list(found.values())
 
 
