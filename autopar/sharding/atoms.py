@@ -33,6 +33,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -223,7 +224,8 @@ class Dims:
         self._weights = weights
         self._cuts: dict[tuple[Atom, Ways], Cut] = {}
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
-        self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
+        self._largest: dict[tuple[str, Layout, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        self.among: tuple[tuple[int, ...], ...] = ()  # coordinates of ranks, () for all
         self._legal: dict[tuple[str, Layout], bool] = {}
         self.options: dict[int, tuple[Option, ...]] = {}
         self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
@@ -454,9 +456,19 @@ class Dims:
             self._shapes[key] = tuple(shape)
         return self._shapes[key]
 
+    def seen_by(self, places: Sequence[tuple[int, ...]]) -> Dims:
+        """These dims for the ranks at `places`: the largest part is sought among theirs alone."""
+        seen = copy(self)
+        seen.among = tuple(places)
+        return seen
+
     def largest(self, name: str, layout: Layout) -> tuple[int, ...]:
         """The coordinate of a rank with the largest part; 0 on axes that don't split the tensor."""
-        key = (name, layout)
+        key = (name, layout, self.among)
+        if key not in self._largest and self.among:
+            self._largest[key] = max(
+                self.among, key=lambda place: math.prod(self.local_shape(name, layout, place))
+            )
         if key not in self._largest:
             coordinate = [0] * len(layout)
             for shard in {placement for placement in layout if isinstance(placement, Shard)}:
