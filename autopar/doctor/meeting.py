@@ -138,13 +138,13 @@ def _connected(
         pairs = pairs_of(world, cluster.devices_per_node)
         timed = [TimedLink(pair, between, _timed(pair, device)) for pair, between in pairs if rank in pair]
         dist.all_reduce(total)  # no rank leaves, and none computes, while another one measures
-        rates = _gathered(_products_a_second(device), world, device)
+        rates = _gathered(products_a_second(device), world, device)
         return tuple(timed) if rank == 0 else (), rates
     finally:
         dist.destroy_process_group()
 
 
-def _products_a_second(device: torch.device) -> float:
+def products_a_second(device: torch.device) -> float:
     """Products of square matrices, by the clock: also of a process that gets a part of a core's time."""
     size = PRODUCT_ROWS[device.type]
     matrix, count = torch.randn(size, size, device=device), 0

@@ -457,7 +457,7 @@ class Dims:
         return self._shapes[key]
 
     def seen_by(self, places: Sequence[tuple[int, ...]]) -> Dims:
-        """These dims for the ranks at `places`: the largest part is sought among theirs alone."""
+        """Dims with the same cuts, whose largest part is sought among the ranks at `places` alone."""
         seen = copy(self)
         seen.among = tuple(places)
         return seen
