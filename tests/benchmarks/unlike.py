@@ -149,7 +149,8 @@ def _contest(part: float, rounds: int, costdb: str) -> UnlikeOutcome:
         speeds,
         str(fit.plan.mesh),
         (first, SAMPLES - first),
-        *map(tuple, laps),
+        tuple(laps[0]),
+        tuple(laps[1]),
         predicted,
         ratio(*laps),
     )

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
@@ -49,6 +51,7 @@ from autopar.cost.machine.collectives import seconds as collective_seconds
 from autopar.errors import AutoparError, InputError
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate_many import step_seconds
+from tests.benchmarks.published.fitting import STEP, TOLERATED, Place
 from tests.benchmarks.published.pieces import Exchanges, Pieces, price
 from tests.benchmarks.published.prediction import together
 from tests.benchmarks.published.runs import Shape
@@ -129,10 +132,10 @@ def read(path: Path) -> list[Trial]:
 
 def _trial(row: dict[str, str]) -> Trial:
     measured = float(row["measured_s"])
-    degrees = (int(row[name]) for name in ("micro_batch", "tp", "dp", "pp"))
+    samples, tp, dp, pp = (int(row[name]) for name in ("micro_batch", "tp", "dp", "pp"))
     cut = tuple(map(int, row["cut"].split(",")))
-    theirs = float(row["predicted_by_its_model_s"])
-    return Trial(row["experiment"], *degrees, cut, theirs, measured if measured < float("inf") else None)
+    theirs, went = float(row["predicted_by_its_model_s"]), math.isfinite(measured)
+    return Trial(row["experiment"], samples, tp, dp, pp, cut, theirs, measured if went else None)
 
 
 @dataclass(slots=True)
@@ -143,17 +146,21 @@ class TrialPredictor:
     _pieces: dict[object, Pieces] = field(default_factory=dict)
 
     def seconds(self, trials: Sequence[Trial], stack: TrialStack) -> list[float]:
-        """Seconds of a step of each trial; those of one schedule are simulated together."""
+        """Seconds of a step of each trial."""
+        found: list[float] = self.all_seconds(trials, [stack])[0].tolist()
+        return found
+
+    def all_seconds(self, trials: Sequence[Trial], stacks: Sequence[TrialStack]) -> NDArray[np.float64]:
+        """Seconds of a step [stack, trial]; trials of one schedule are simulated together."""
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, trial in enumerate(trials):
             alike[trial.pp, trial.micro_batches].append(number)
-        found = [0.0] * len(trials)
+        found = np.zeros((len(stacks), len(trials)))
         for (ranks, count), numbers in alike.items():
             kind = ScheduleKind.ONE_F_ONE_B if count >= ranks else ScheduleKind.GPIPE
-            costs = together([self.stages(trials[number], stack) for number in numbers])
+            costs = together([self.stages(trials[number], each) for each in stacks for number in numbers])
             simulated = step_seconds(scheduled(kind, ranks, 1, count), costs)
-            for number, seconds in zip(numbers, np.ravel(simulated).tolist(), strict=True):
-                found[number] = seconds
+            found[:, numbers] = np.reshape(simulated, (len(stacks), len(numbers)))
         return found
 
     def kind(self, trial: Trial, ranks: range) -> str:
@@ -278,25 +285,37 @@ def fit(
     """The constants that fit the trials best, sought from `start`."""
     published = np.log([trial.seconds or 1.0 for trial in trials])
 
-    def errors(place: np.ndarray) -> np.ndarray:
-        return np.log(predictor.seconds(trials, at(place))) - published
+    def errors(place: Place) -> Place:
+        return np.asarray(np.log(predictor.all_seconds(trials, [at(place)])[0]) - published)
+
+    def slopes(place: Place) -> Place:
+        steps = np.where(place > 0.5, -STEP, STEP)
+        moved = [place, *(place + step * unit for step, unit in zip(steps, np.eye(len(place)), strict=True))]
+        here, *others = np.log(predictor.all_seconds(trials, [at(each) for each in moved]))
+        return np.stack([(other - here) / step for other, step in zip(others, steps, strict=True)], axis=1)
 
     found = least_squares(
-        errors, place_of(start), bounds=(0, 1), loss="soft_l1", f_scale=0.1, max_nfev=rounds
+        errors,
+        place_of(start),
+        jac=slopes,
+        bounds=(0, 1),
+        loss="soft_l1",
+        f_scale=TOLERATED,
+        max_nfev=rounds,
     )
     return at(found.x)
 
 
-def at(place: np.ndarray) -> TrialStack:
+def at(place: Place) -> TrialStack:
     """The constants at a place within their bounds."""
     values = zip(BOUNDED.items(), place.tolist(), strict=True)
     return TrialStack(**{name: low + (high - low) * part for (name, (low, high)), part in values})
 
 
-def place_of(stack: TrialStack) -> np.ndarray:
+def place_of(stack: TrialStack) -> Place:
     """Where constants lie within their bounds, a little inside."""
     rows = [(getattr(stack, name) - low) / (high - low) for name, (low, high) in BOUNDED.items()]
-    return np.clip(rows, 1e-3, 1 - 1e-3)
+    return np.asarray(np.clip(rows, 1e-3, 1 - 1e-3))
 
 
 # -- scores ----------------------------------------------------------------------------------------------
