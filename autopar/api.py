@@ -41,6 +41,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.explaining.explain import explained
     from autopar.explaining.frontier import FRONTIER_SECONDS, frontier
     from autopar.integrations import stock
+    from autopar.planning.agree import kinds_of_ranks
     from autopar.planning.asked.option_environment import settle, settle_beside_plan
     from autopar.planning.asked.options import (
         COMPARE,
@@ -247,6 +248,8 @@ def parallelize(
             options = {name: word for name, word in options.items() if name not in DECIDED}  # type: ignore[assignment]
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
+    if cluster_spec.groups:
+        cluster_spec.check_kinds(kinds_of_ranks(cluster_spec.device_type))
     plan = plan_to_run() if plan is None else plan
     beside = [name for name, word in options.items() if word is not None]
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=beside)

@@ -24,6 +24,7 @@ from autopar.planning.apart import error_of, interpolated_share, measured_share,
 from autopar.planning.asked.request import Request
 from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
+from autopar.planning.shares import pace_notes
 from autopar.planning.step_parts import step_parts
 from autopar.planning.training_notes import training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
@@ -124,6 +125,7 @@ def report(
             *_reduced(graph, program),
             *_notes(graph, step, request),
             *link_notes(cluster, prices.model.collectives),
+            *pace_notes(priced),
         ),
         pipeline=pipeline,
         stages=_stages(graph, step),

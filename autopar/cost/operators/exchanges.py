@@ -39,7 +39,7 @@ class Exchanges:
     def __init__(self, cluster: ClusterSpec, mesh: Mesh, model: CostModel) -> None:
         self.cluster, self.mesh, self.model, self.device = cluster, mesh, model, model.device
         self._links: dict[tuple[int, ...], tuple[Link, int]] = {}  # and nodes spanned
-        of = {axis: (mesh.shape[axis], cluster.link(mesh, axis)) for axis in mesh.axes}
+        of = {axis: (mesh.shares_of(axis), cluster.link(mesh, axis)) for axis in mesh.axes}
         self.are_equal = len(set(of.values())) == 1 and len(mesh.axes) > 1
         first: dict[object, int] = {}
         self._alike = [

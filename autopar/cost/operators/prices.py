@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.core.costs import OperatorCost
 from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.core.placement import Layout
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.operators.calls import OperatorCalls, read_calls
@@ -73,9 +74,11 @@ class Prices(TensorPrices):
     _held: dict[tuple[str, Strategy], PartBytes] = field(default_factory=dict)
     _credited: dict[object, Price] = field(default_factory=dict)  # under the multipliers
     _group_prices: GroupPrices | None = None
+    by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
 
     def __post_init__(self) -> None:
         TensorPrices.__post_init__(self)
+        self.by_group = self._by_group() if self.cluster.groups else {}
         if self.groups and self._group_prices is None:
             self._group_prices = GroupPrices(
                 self.groups, self.dims, self.model, self._lower, training=self.training
@@ -103,6 +106,38 @@ class Prices(TensorPrices):
             _moves={},
             _networks={},
         )
+
+    def _by_group(self) -> dict[int, Prices]:
+        """The prices on the ranks that may be of each group, as if all devices were like its."""
+        coordinates: dict[int, list[tuple[int, ...]]] = {}
+        for rank, groups in enumerate(self.cluster.places):
+            for number in groups:
+                coordinates.setdefault(number, []).append(self.dims.mesh.coordinate(rank))
+        own: dict[str, Any] = {
+            "_own": {},
+            "_held": {},
+            "_credited": {},
+            "_bytes": {},
+            "_moves": {},
+            "_networks": {},
+        }
+        return {
+            number: replace(
+                self,
+                dims=self.dims.seen_by(places),
+                cluster=self.cluster.of_group(number),
+                model=self.model.of_group(number),
+                _known=None,
+                _group_prices=None,
+                **own,
+            )
+            for number, places in coordinates.items()
+        }
+
+    def update(self, name: str, layout: Layout) -> float:
+        """Seconds of the optimizer's step on a parameter, on the slowest rank."""
+        slowest = max((each.update(name, layout) for each in self.by_group.values()), default=0.0)
+        return slowest or TensorPrices.update(self, name, layout)
 
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls, less what hides behind
@@ -194,7 +229,7 @@ class Prices(TensorPrices):
         return store[key]
 
     def _new_operator(self, operation: Operator, strategy: Strategy, local: int | None) -> KnownOperator:
-        if local is None:
+        if local is None or self.by_group:
             return KnownOperator()
         place = priced_rank(operation, strategy, self.dims)
         shapes = local_shapes(operation, strategy, self.dims, place)
@@ -244,6 +279,16 @@ class Prices(TensorPrices):
         return lower(operation, strategy, self.dims, training=self.training, member=member)
 
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
+        """The price on the largest rank; of unlike devices on the rank that takes longest, and the memory of
+        the largest."""
+        if not self.by_group:
+            return self.price_on_one_rank(operation, strategy)
+        prices = [each.price_on_one_rank(operation, strategy) for each in self.by_group.values()]
+        slowest = max(prices, key=lambda price: price.compute + price.communication)
+        largest = self.price_on_one_rank(operation, strategy)
+        return replace(slowest, saved=largest.saved, tie=largest.tie)
+
+    def price_on_one_rank(self, operation: Operator, strategy: Strategy) -> Price:
         work = self._work(self._lower(operation, strategy), strategy)
         compute = sum(map(self._seconds, work.costs))
         ahead = sum(item.forward_seconds for item in work.costs) * self.model.contention

@@ -57,7 +57,7 @@ def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta, copies: int = 
         )
     known = _groups.setdefault(world, WeakValueDictionary())
     for key in sorted(set(keys) - set(known)):
-        if parse_key(key)[0] != mesh:
+        if parse_key(key)[0] != mesh.even:
             raise InputError(
                 where="groups.setup", found=key, wanted=f"keys of mesh {mesh}", remedy="use Mesh.key"
             )

@@ -379,11 +379,11 @@ def storable(name: str, layout: Layout, dims: Dims) -> bool:
         if len(places) > 1:
             return False
         for place in places:
-            axes = [axis for axis, item in enumerate(layout) if item == place]
+            axes = tuple(axis for axis, item in enumerate(layout) if item == place)
             sizes = [dims.mesh.shape[axis] for axis in axes]
             atoms = dims.atoms.of[name][dim]
             scale = math.prod(atoms) // atoms[place.atom]
-            ours = tuple(bound * scale for bound in dims.cut(dims.component(name, place), tuple(sizes)))
+            ours = tuple(bound * scale for bound in dims.cut(dims.component(name, place), axes))
             if ours != nested(math.prod(atoms), sizes, chunked):
                 return False
     return True
