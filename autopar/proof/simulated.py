@@ -10,6 +10,7 @@ written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
 from autopar.torch_seams.schemas import schema_of
+from autopar.trace.experts.body import read_body
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
@@ -260,6 +262,29 @@ def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
     return attended
 
 
+def _experts(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """All rows of the ranks, expert by expert, each with its owner's weights; zeros for those of no owner."""
+    rows = [torch.cat(each) for each in zip(*((rank["x"], *rank["beside"]) for rank in ranks), strict=True)]
+    keys, body = torch.cat([rank["keys"] for rank in ranks]), read_body(ranks[0]["body"])
+    made, places = [rows[0].new_zeros(0)], [keys.new_zeros(0)]
+    for rank in ranks:
+        first, stop = rank["starts"][rank["place"]], rank["stops"][rank["place"]]
+        for expert in range(first, stop):
+            (mine,) = torch.where(keys == expert)
+            own = [each[mine] for each in rows] + [each[expert - first] for each in rank["weights"]]
+            made.append(
+                body.run(own, rank["dtypes"], product=torch.mm, pick=partial(_repeated, rows=len(mine)))
+            )
+            places.append(mine)
+    full = torch.cat([each if each.dim() > 1 else each.view(0, made[-1].shape[1]) for each in made])
+    whole = full.new_zeros(len(keys), full.shape[1]).index_put((torch.cat(places),), full)
+    return list(torch.split(whole, [len(rank["keys"]) for rank in ranks]))
+
+
+def _repeated(vector: Tensor, rows: int) -> Tensor:
+    return vector.expand(rows, -1)
+
+
 def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Serial batch norm of all samples; each rank's own weight and bias; buffers updated once."""
     xs, one = _tensors(ranks), ranks[0]
@@ -328,6 +353,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "batch_norm": _batch_norm,
     "ring_attention": _ring_attention,
     "merged_attention": _merged_attention,
+    "experts": _experts,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

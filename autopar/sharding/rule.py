@@ -13,8 +13,9 @@ names it.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -89,8 +90,11 @@ class Emitter(Protocol):
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Handle:
         """Append a call; a call with several results gives a tuple of handles."""
 
-    def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> Handle:
-        """Append a collective whose result has `shape` on this rank."""
+    def collective(
+        self, target: Any, args: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> Handle:
+        """Append a collective whose result has `shape` on this rank, and the dtype of its first operand if no
+        other is said."""
 
     def constant(
         self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor], memory: object = None
@@ -156,6 +160,14 @@ class Site(Instance):
 
     def key(self, axes: Iterable[int]) -> str:
         return self.mesh.key(axes)
+
+    def mates(self, axes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """The coordinates of the ranks that differ from this one along `axes` alone, in order."""
+        chosen = set(axes)
+        sizes = enumerate(self.mesh.shape)
+        return itertools.product(
+            *(range(size) if axis in chosen else (self.coordinate[axis],) for axis, size in sizes)
+        )
 
     def value_of(self, operand: int) -> torch.Tensor | None:
         """The value of an operand that is a constant of the graph."""
