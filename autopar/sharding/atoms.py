@@ -40,6 +40,7 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from autopar.core.costs import IMBALANCE
 from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
@@ -57,10 +58,6 @@ UNEVEN = 0.05
 # How many times its share the fullest part of edges may have for vertices and edges to be cut together: ranks
 # that wait lose more by then than an exchange of edges costs.
 MOST_EDGE_SHARES = 3
-
-# Rows of the fullest rank of a mixture's experts, in even shares, where nobody says: at initialisation
-# routers of Qwen3-MoE gave 1.1 to 1.9, of Mixtral 1.4 to 2.0; trained ones are balanced by their losses.
-IMBALANCE = 1.25
 
 
 @dataclass(frozen=True, slots=True)

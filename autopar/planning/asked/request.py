@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import ADAM, OptimizerState
+from autopar.core.costs import ADAM, IMBALANCE, OptimizerState
 from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph
@@ -81,6 +81,7 @@ class Request:
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
     overlap: bool = False  # gathers of weights and compute
+    imbalance: float = IMBALANCE  # rows of the fullest rank of experts, in even shares
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -168,6 +169,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         compile=values["compile"],
         overlap=values["overlap"],
         static=values["static"],
+        imbalance=values["imbalance"],
     )
     if request.compile:
         request = _compiled(request)
