@@ -38,6 +38,7 @@ from autopar.trace.experts.body import (
 )
 from autopar.trace.experts.channels import RESULT, ChannelClasses, ChannelTerm, channel_classes
 from autopar.trace.experts.routed_experts import ROUTED_EXPERTS
+from autopar.trace.experts.sent_rows import KEYS_OF_COUNTS, ROWS_TO_SEND
 
 aten = torch.ops.aten
 HIDDEN, OUT = "hidden", "o"
@@ -120,33 +121,56 @@ class RoutedExperts(Rule):
                 yield Option(f"{factor}.{number}" if number else factor, operands, (result,))
 
     def lower(self, site: Site) -> Sequence[Handle]:
-        if not site.sharding_axes(EXPERTS, OWN):
+        axes, count = site.sharding_axes(EXPERTS), self.rows(site)
+        if not axes and not site.axes(OWN):
             return (site.local_call(),)
-        return (self.by_owner(site),)
-
-    def by_owner(self, site: Site) -> Handle:
-        """Rows to the owners of their experts."""
-        name, layout = site.operands[self.rows(site)], site.operand_layout(self.rows(site))
-        axes = site.sharding_axes(EXPERTS)
         ranks = list(site.mates(axes))
-        spans = [site.dims.rows(name, Shard(0), layout, at) for at in ranks]
-        starts, stops = (list(ends) for ends in zip(*spans, strict=True))
-        experts = site.shape(self.rows(site))[0]
-        place, rows = ranks.index(site.coordinate), self.rows(site)
-        (x, *beside), weights, keys = site.values[:rows], site.values[rows:-1], site.values[-1]
-        most = self.most(site, ranks, stops[place] - starts[place], experts)
-        how = site.key(axes), place, starts, stops, experts, most
-        args = x, beside, weights, keys, site["body"], list(site["dtypes"]), *how
-        shape = site.emitter.shape(x)[0], site.local_result_shape()[1]
-        return site.emitter.collective(
-            torch.ops.autopar.experts.default, args, shape, dtype=site.result_dtype()
-        )
+        owned = [self.owned(site, at) for at in ranks]
+        starts, stops = (list(ends) for ends in zip(*owned, strict=True))
+        place, experts = ranks.index(site.coordinate), site.shape(count)[0]
+        most = self.most(site, ranks, stops[place] - starts[place])
+        leaving = self.most(site, [site.coordinate], sum(stops) - sum(starts))
+        sent, picked = site.call(ROWS_TO_SEND, site.values[-1], experts, starts, stops, leaving)
+        rows = [site.call(aten.index_select.default, each, 0, picked) for each in site.values[:count]]
+        got = sent
+        if axes:
+            lengths = [stop - start for start, stop in owned]
+            got = self.exchanged(site, sent, lengths, place)
+            rows = [self.travelled(site, each, (sent, got, lengths, False, most)) for each in rows]
+        keys = site.call(KEYS_OF_COUNTS, got, len(ranks), most)
+        weights = site.values[count:-1]
+        made = site.call(ROUTED_EXPERTS, rows, weights, keys, site["body"], list(site["dtypes"]))
+        if axes:
+            made = self.travelled(site, made, (sent, got, lengths, True, leaving))
+        shape = [site.emitter.shape(site.values[0])[0], *site.emitter.shape(made)[1:]]
+        whole = site.call(aten.new_zeros.default, made, shape)
+        return (site.call(aten.index_copy.default, whole, 0, picked, made),)
 
-    def most(self, site: Site, ranks: Sequence[Sequence[int]], own: int, experts: int) -> int:
-        """Rows that a rank with so many experts of its own is expected to run, if it is the fullest."""
+    def owned(self, site: Site, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The experts [start, stop) of a rank."""
+        first = self.rows(site)
+        return site.dims.rows(site.operands[first], Shard(0), site.operand_layout(first), coordinate)
+
+    def most(self, site: Site, ranks: Sequence[Sequence[int]], experts: int) -> int:
+        """Rows of some ranks that choose so many experts, where these are the fullest."""
         name, layout = site.operands[0], site.operand_layout(0)
         rows = sum(site.dims.local_shape(name, layout, at)[0] for at in ranks)
-        return min(rows, math.ceil(site.dims.imbalance * rows * own / experts))
+        every = site.shape(self.rows(site))[0]
+        return (
+            rows if experts == every else min(rows, math.ceil(site.dims.imbalance * rows * experts / every))
+        )
+
+    def exchanged(self, site: Site, sent: Handle, lengths: Sequence[int], place: int) -> Handle:
+        """Numbers of rows that come for each own expert from each rank."""
+        args = sent, list(lengths), place, site.key(site.sharding_axes(EXPERTS))
+        shape = [len(lengths) * lengths[place]]
+        return site.emitter.collective(torch.ops.autopar.expert_counts.default, args, shape)
+
+    def travelled(self, site: Site, x: Handle, how: tuple[Any, ...]) -> Handle:
+        """Rows where they travel, as many as are expected."""
+        args = x, *how, site.key(site.sharding_axes(EXPERTS))
+        shape = how[-1], *site.emitter.shape(x)[1:]
+        return site.emitter.collective(torch.ops.autopar.travel.default, args, shape)
 
     def samples(self) -> Iterable[Sample]:
         x, keys = torch.randn(10, 6), torch.tensor([2, 0, 0, 4, 1, 0, 2, 2, 1, 4])

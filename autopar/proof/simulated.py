@@ -10,7 +10,6 @@ written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
 from autopar.torch_seams.schemas import schema_of
-from autopar.trace.experts.body import read_body
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
@@ -262,27 +260,27 @@ def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
     return attended
 
 
-def _experts(ranks: Sequence[Arguments]) -> list[Tensor]:
-    """All rows of the ranks, expert by expert, each with its owner's weights; zeros for those of no owner."""
-    rows = [torch.cat(each) for each in zip(*((rank["x"], *rank["beside"]) for rank in ranks), strict=True)]
-    keys, body = torch.cat([rank["keys"] for rank in ranks]), read_body(ranks[0]["body"])
-    made, places = [rows[0].new_zeros(0)], [keys.new_zeros(0)]
-    for rank in ranks:
-        first, stop = rank["starts"][rank["place"]], rank["stops"][rank["place"]]
-        for expert in range(first, stop):
-            (mine,) = torch.where(keys == expert)
-            own = [each[mine] for each in rows] + [each[expert - first] for each in rank["weights"]]
-            made.append(
-                body.run(own, rank["dtypes"], product=torch.mm, pick=partial(_repeated, rows=len(mine)))
-            )
-            places.append(mine)
-    full = torch.cat([each if each.dim() > 1 else each.view(0, made[-1].shape[1]) for each in made])
-    whole = full.new_zeros(len(keys), full.shape[1]).index_put((torch.cat(places),), full)
-    return list(torch.split(whole, [len(rank["keys"]) for rank in ranks]))
+def _expert_counts(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """For each rank the numbers of rows that all send to its experts."""
+    sent = [torch.split(rank["sent"], list(rank["lengths"])) for rank in ranks]
+    return [torch.cat([each[me] for each in sent]) for me in range(len(ranks))]
 
 
-def _repeated(vector: Tensor, rows: int) -> Tensor:
-    return vector.expand(rows, -1)
+def _travel(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Rows to the ranks that own their experts, or back from these."""
+    moved = [_rows_between(rank) for rank in ranks]
+    parts = [
+        torch.split(rank["x"], [there if rank["back"] else here for here, there in zip(*each, strict=True)])
+        for rank, each in zip(ranks, moved, strict=True)
+    ]
+    return [torch.cat([each[me] for each in parts]) for me in range(len(ranks))]
+
+
+def _rows_between(rank: Arguments) -> tuple[list[int], list[int]]:
+    """The rows that a rank sends to each other, and gets of each."""
+    lengths = list(rank["lengths"])
+    got = rank["got"].chunk(len(lengths))
+    return [int(each.sum()) for each in rank["sent"].split(lengths)], [int(each.sum()) for each in got]
 
 
 def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
@@ -353,7 +351,8 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "batch_norm": _batch_norm,
     "ring_attention": _ring_attention,
     "merged_attention": _merged_attention,
-    "experts": _experts,
+    "expert_counts": _expert_counts,
+    "travel": _travel,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

@@ -118,16 +118,14 @@ class GraphEmitter:
     def calls(self) -> tuple[Call, ...]:
         return tuple(item.call for item in self.written)
 
-    def collective(
-        self, target: Any, args: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None
-    ) -> fx.Node:
+    def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args))
         operand = self.meta[args[0]]
         requires_grad = any(self.meta[item].requires_grad for item in node.all_input_nodes)
         spec = TensorSpec(tuple(operand.shape), operand.dtype, requires_grad)
         self.collectives.append((str(target), tuple(args[1:]), spec))
         self.meta[node] = torch.empty(
-            tuple(shape), dtype=dtype or operand.dtype, device=_META, requires_grad=requires_grad
+            tuple(shape), dtype=operand.dtype, device=_META, requires_grad=requires_grad
         )
         return node
 

@@ -28,6 +28,7 @@ KEYS = "k"  # the factor of keys that are split alone, of which each rank's resu
 RING = "ring"  # the factor of queries and keys that are split alike: the keys of all come to each rank
 EXPERTS = "experts"  # the factor of experts to which rows travel
 OWN = "own"  # the factor of experts of which each rank runs its own on the rows that all have
+AT_RUN_TIME = frozenset((EXPERTS, OWN))  # sizes of a rank's tensors by them are known at run time alone
 FETCHED = frozenset(
     (NEEDED, RING, EXPERTS)
 )  # ranks have rows of others by them: samples along them aren't apart

@@ -90,11 +90,8 @@ class Emitter(Protocol):
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Handle:
         """Append a call; a call with several results gives a tuple of handles."""
 
-    def collective(
-        self, target: Any, args: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None
-    ) -> Handle:
-        """Append a collective whose result has `shape` on this rank, and the dtype of its first operand if no
-        other is said."""
+    def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> Handle:
+        """Append a collective whose result has `shape` on this rank."""
 
     def constant(
         self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor], memory: object = None

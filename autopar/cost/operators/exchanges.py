@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import MoveAction
 from autopar.core.costs import Collective
@@ -21,7 +19,6 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.ring_attention import hops
 from autopar.runtime.collectives.merged_attention import merged_bytes
-from autopar.runtime.collectives.travelling_rows import result_bytes
 
 _COLLECTIVE = {
     MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -120,8 +117,15 @@ class Exchanges:
                 axes = parse_key(args[3])[1]
                 sums = sum(self.collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
                 return around + sums + self.copy(added), 0.0
-            case "experts":
-                return self._experts(spec, args, backward=backward)
+            case "expert_counts":
+                lengths, _, group = args
+                size = spec.nbytes * len(lengths)
+                seconds = self.collective(Collective.ALL_TO_ALL, size, parse_key(group)[1])
+            case "travel":
+                *_, lengths, _, rows, group = args
+                most = max(rows, spec.shape[0]) * (spec.nbytes // max(1, spec.shape[0]))
+                axes = parse_key(group)[1]
+                seconds = around + self.collective(Collective.ALL_TO_ALL, most * len(lengths), axes)
             case "s_to_b":  # a row of each rank
                 group, dim, _, sizes = args[:4]
                 nbytes = spec.nbytes // max(1, spec.shape[dim]) * sum(sizes)
@@ -153,24 +157,6 @@ class Exchanges:
             if backward:
                 seconds[1] += max(0.0, 2 * hop - sum(cost.backward_seconds for cost in costs))
         return seconds[0], seconds[1]
-
-    def _experts(self, x: TensorSpec, args: Sequence[Any], *, backward: bool) -> tuple[float, float]:
-        """Counts, rows and results of the fullest rank, each way, and copies of rows that are picked and put
-        back."""
-        beside, *_, group, _, starts, _, experts, most = args
-        size, keys = len(starts), experts * torch.int64.itemsize
-        rows = sum(spec.nbytes for spec in (x, *beside)) // max(1, x.shape[0])
-        result = result_bytes((x, *args))
-        full = max(most, x.shape[0])
-        seconds = self._around() + 2 * (x.shape[0] + most) * (rows + result) / self.device.bandwidth
-        if size == 1:
-            return seconds, seconds if backward else 0.0
-        axes = parse_key(group)[1]
-        travel = sum(
-            self.collective(Collective.ALL_TO_ALL, size * full * nbytes, axes) for nbytes in (rows, result)
-        )
-        counts = self.collective(Collective.ALL_TO_ALL, size * keys, axes)
-        return seconds + travel + counts, seconds + travel if backward else 0.0
 
     def _needed_rows(
         self, key: str, spec: TensorSpec, sends: Sequence[int], receives: Sequence[int]

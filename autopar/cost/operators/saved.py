@@ -14,7 +14,6 @@ from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.rewrite.emit import GraphEmitter, LocalCall
 from autopar.runtime.saved.recompute import stays
-from autopar.torch_seams import pytree
 from costdb.footprint import footprint
 
 
@@ -40,10 +39,9 @@ def stand_ins(emitter: GraphEmitter) -> tuple[LocalCall, ...]:
         local_form = facts_of(node.target).local_form
         if local_form is None:
             continue
-        target, described = local_form(emitter.described(node.args))  # perhaps of other sizes
-        taken = pytree.tree_leaves(local_form(node.args)[1])
-        operands = tuple(item for item in taken if isinstance(item, fx.Node))
-        found.append(LocalCall(Call(target, described, {}), operands, (node,)))
+        target, args = local_form(node.args)
+        operands = tuple(item for item in args if isinstance(item, fx.Node))
+        found.append(LocalCall(Call(target, emitter.described(args), {}), operands, (node,)))
     return tuple(found)
 
 
