@@ -123,6 +123,7 @@ def report(
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_reduced(graph, program),
+            *_expert_notes(layers, request.imbalance),
             *_notes(graph, step, request),
             *link_notes(cluster, prices.model.collectives),
             *pace_notes(priced),
@@ -212,6 +213,13 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
         for name in graph.cast_weights | graph.cast_alone
     )
     return (f"gradients of {count} cast weights are summed over ranks in {word}",)
+
+
+def _expert_notes(layers: Sequence[Layer], imbalance: float) -> tuple[str, ...]:
+    """What is expected of routers, where experts lie on several ranks."""
+    if all(Parallelism.EXPERTS.value not in layer.kinds for layer in layers):
+        return ()
+    return (f"the fullest rank of experts is expected to run {imbalance:g} of an even share (--imbalance)",)
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from autopar.core.costs import IMBALANCE
 from autopar.core.cut import (
     Cut,
     aligned,
@@ -207,8 +208,8 @@ class Dims:
     """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
     operator then offers, by the sign that equal ones share, which strategies.py fills."""
 
-    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
-        self.graph, self.atoms, self.mesh = graph, atoms, mesh
+    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh, imbalance: float = IMBALANCE) -> None:
+        self.graph, self.atoms, self.mesh, self.imbalance = graph, atoms, mesh, imbalance
         self._subsets = [
             axes
             for count in range(1, len(mesh.shape) + 1)

@@ -117,6 +117,15 @@ class Exchanges:
                 axes = parse_key(args[3])[1]
                 sums = sum(self.collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
                 return around + sums + self.copy(added), 0.0
+            case "expert_counts":
+                lengths, _, group = args
+                size = spec.nbytes * len(lengths)
+                seconds = self.collective(Collective.ALL_TO_ALL, size, parse_key(group)[1])
+            case "travel":
+                *_, lengths, _, rows, group = args
+                most = max(rows, spec.shape[0]) * (spec.nbytes // max(1, spec.shape[0]))
+                axes = parse_key(group)[1]
+                seconds = around + self.collective(Collective.ALL_TO_ALL, most * len(lengths), axes)
             case "s_to_b":  # a row of each rank
                 group, dim, _, sizes = args[:4]
                 nbytes = spec.nbytes // max(1, spec.shape[dim]) * sum(sizes)

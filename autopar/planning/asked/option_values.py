@@ -121,6 +121,18 @@ def read_gap(gap: float) -> float:
     )
 
 
+def read_imbalance(imbalance: float) -> float:
+    """Check the rows of the fullest rank of experts, in even shares."""
+    if 1 <= imbalance < math.inf:
+        return float(imbalance)
+    raise InputError(
+        where="--imbalance",
+        found=show_value(imbalance),
+        wanted="at least 1: the fullest rank has no fewer rows than the others",
+        remedy="write --imbalance 1.5, or leave it out",
+    )
+
+
 def read_optimizer(optimizer: "OptimizerLike") -> "OptimizerLike":
     """Check the name of an optimizer; whatever else has a state is measured later."""
     if isinstance(optimizer, str):

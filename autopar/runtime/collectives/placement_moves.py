@@ -52,6 +52,7 @@ from autopar.runtime.collectives import (
     groups,
     ring_attention,
     transport,
+    travelling_rows,
 )
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
@@ -62,6 +63,7 @@ __all__ = [
     "convolution",
     "ring_attention",
     "sparse_kernel",
+    "travelling_rows",
 ]  # so that importing this module registers every operator
 
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor

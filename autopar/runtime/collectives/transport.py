@@ -330,6 +330,14 @@ def all_to_all(
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: str) -> Tensor:
+    """Send runs of rows of the contiguous `x`, `sends[k]` of them to rank k; returns those of all ranks for
+    this one, `receives[k]` of rank k."""
+    width = math.prod(x.shape[1:])
+    flat = _all_to_all(x, torch.split(x, list(sends)), [rows * width for rows in receives], group)
+    return flat.view(sum(receives), *x.shape[1:])
+
+
 def _all_to_all(x: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], group: str) -> Tensor:
     """Data of the other ranks for this one, flat; `sizes` in elements."""
     received, process_group = x.new_empty(sum(sizes)), groups.group(group)

@@ -21,6 +21,7 @@ from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
+from autopar.sharding.needed_rows import AT_RUN_TIME
 from autopar.sharding.rule import Regroup, rule_of
 from autopar.sharding.strategies import options_of, strategies_of
 from autopar.solve.choices.fold import Folding, pin_of
@@ -77,7 +78,7 @@ def build_space(
         used |= {item.name, item.module} & pins.keys()
         if folding.class_of[item.name] != item.name:
             continue
-        offered: Sequence[Strategy] = strategies_of(item, prices.dims)
+        offered = runnable(item, prices)
         pin = pin_of(item, pins)
         if pin is None:
             offered = useful(item, offered, prices, anchors)
@@ -159,6 +160,14 @@ def useful(
         for strategy in kept
         if not any(shardable[axis] and strategy[axis].factor == UNSUMMED for axis in axes)
     ]
+
+
+def runnable(operation: Operator, prices: Prices) -> Sequence[Strategy]:
+    """Every strategy; of a compiled program those by which a rank's tensors have sizes known before."""
+    every = strategies_of(operation, prices.dims)
+    if prices.groups is None:
+        return every
+    return [each for each in every if AT_RUN_TIME.isdisjoint(o.factor.partition(".")[0] for o in each)]
 
 
 def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:

@@ -139,7 +139,7 @@ def test_the_environment_says_an_option_by_words_of_its_type(option: str) -> Non
     taken = [word for word in words if _is_read(option, word)]
     if option in ("measure", "compile", "overlap"):
         assert taken == [True]
-    elif option in ("gap", "time_limit", "measure_seconds"):
+    elif option in ("gap", "time_limit", "measure_seconds", "imbalance"):
         assert taken == [2, 0.5]
     elif option in ("memory", "stages", "micro_batches"):
         assert taken == ["2", 2]
