@@ -182,8 +182,7 @@ def replay(model: nn.Module, log: EventLog, loss_of: LossOf, optimizer_of: Optim
 class SerialMean:
     """The mean of the islands' tensors as their wire has it: coded by each, decoded, and summed.
 
-    Of a full or sparse wire each island decodes all messages. A wire that rounds is of use only if the sum
-    travels once more: each island sums a part, codes it, and sends that.
+    Of a sparse wire each island decodes all messages. Else each sums a part, codes the sum, and sends that.
     """
 
     def __init__(self, wire: Wire, islands: int) -> None:
@@ -193,7 +192,7 @@ class SerialMean:
 
     def __call__(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         flats = [tensor.detach().reshape(-1) for tensor in tensors]
-        if not self.senders[0].wire.rounds:
+        if not self.senders[0].wire.is_dense:
             return self._mean(name, flats, self.senders).view_as(tensors[0])
         parts = zip(*(flat.tensor_split(self.islands) for flat in flats), strict=True)
         means = []

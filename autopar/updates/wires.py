@@ -44,8 +44,8 @@ class Wire(Protocol):
         ...
 
     @property
-    def rounds(self) -> bool:
-        """Whether all elements travel, narrower: then a sum is of use only if it travels so, too."""
+    def is_dense(self) -> bool:
+        """Whether all elements travel: then each island sums a part, and the sum travels likewise."""
         ...
 
     def said(self, before: str = "") -> str:
@@ -58,7 +58,7 @@ class FullWire:
     """The tensor itself."""
 
     is_exact: bool = True
-    rounds: bool = False
+    is_dense: bool = True
 
     def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
         return (flat,)
@@ -76,7 +76,7 @@ class RoundedWire:
 
     name: str
     is_exact: bool = False
-    rounds: bool = True
+    is_dense: bool = True
 
     def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
         if self.name == "bf16":
@@ -101,7 +101,7 @@ class SparseWire:
     share: float = 0.0
     threshold: float = 0.0
     is_exact: bool = False
-    rounds: bool = False
+    is_dense: bool = False
 
     def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
         places = self.places(flat)

@@ -1,6 +1,6 @@
 """Tensors between the same rank of each island, in the form that a wire gives them.
 
-The mean over islands, on a wire that rounds (others all send all):
+The mean over islands, where all elements travel (of a sparse wire all send all):
 
     island 0   codes its parts 0 | 1    --part 1-->    decodes, sums, codes part 1
     island 1   codes its parts 0 | 1    <--part 0--    and each sends its mean to all
@@ -99,7 +99,7 @@ class MeanOverIslands:
     def __call__(self, named: NamedTensors) -> list[Tensor]:
         """The means of the islands' tensors of these names, which they have in the same order; collective."""
         flats = [(name, tensor.detach().reshape(-1)) for name, tensor in named]
-        means = self._in_parts(flats) if self.wire.rounds else self._mean(flats, self._to_all(flats))
+        means = self._in_parts(flats) if self.wire.is_dense else self._mean(flats, self._to_all(flats))
         return [mean.view_as(tensor) for mean, (_, tensor) in zip(means, named, strict=True)]
 
     def _to_all(self, flats: NamedTensors) -> dict[int, list[Message]]:
