@@ -25,6 +25,7 @@ AUTO = "auto"
 MOST_COUNT = 1_000_000  # pipeline ranks or micro-batches
 MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+SEQUENCE = "sequence"  # the field's word for a domain of tokens
 _DIM = re.compile(r"-?\d{1,9}")
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -58,7 +59,7 @@ def read_force(force: Any) -> Force | Pins | None:
         return kind
     if force == PIPELINE:
         return None
-    kinds = {kind.value: kind for kind in Parallelism}
+    kinds = {**{kind.value: kind for kind in Parallelism}, SEQUENCE: Parallelism.DOMAIN}
     names = force.split("+")
     if not kinds.keys() >= set(names):
         raise _no_force(force)
@@ -69,7 +70,7 @@ def _no_force(found: object) -> InputError:
     return InputError(
         where="force",
         found=show_value(found),
-        wanted=", ".join((*(kind.value for kind in Parallelism), PIPELINE)),
+        wanted=", ".join((*(kind.value for kind in Parallelism), SEQUENCE, PIPELINE)),
         remedy="choose one kind of parallelism, or join one for each axis by +",
     )
 

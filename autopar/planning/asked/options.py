@@ -228,10 +228,10 @@ class PlacementOptions(TypedDict, total=False):
             types=(Parallelism, tuple, list, Mapping),
             example='"batch"',
             read=read_force,
-            help="One kind (batch, domain, filter, channel, experts, model, pipeline), or one for each axis: "
-            "batch+filter.",
-            more="Pipeline is one device for each stage. In Python also pins of single layers, by name, to "
-            "a factor for each axis.",
+            help="One kind (batch, domain, filter, channel, experts, model, sequence, pipeline), or one for "
+            "each axis: batch+filter.",
+            more="Sequence is another word for domain; pipeline is one device for each stage. In Python also "
+            "pins of single layers, by name, to a factor for each axis.",
         ),
     ]
     stages: Annotated[

@@ -91,7 +91,7 @@ def build_space(
             pruned[same] = undominated(item, offered, prices, groups)
         offered = pruned[same]
         if pin is not None:
-            offered = pinned(item, offered, pin)
+            offered = pinned(item, offered, pin, prices)
         strategies[item.name] = offered
     if pins.keys() - used:
         raise InputError(
@@ -277,7 +277,9 @@ def is_heavy(operation: Operator, prices: Prices) -> bool:
     return prices.operator(operation, (whole,) * len(prices.dims.mesh.shape)).flops > 0
 
 
-def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None]) -> list[Strategy]:
+def pinned(
+    operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None], prices: Prices
+) -> list[Strategy]:
     """Strategies whose factor on each axis is the pinned one; None is any unsharded option."""
     found = [
         strategy
@@ -292,11 +294,15 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
         offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
         raise InputError(
             where=f"force[{operation.module or operation.name!r}]",
-            found=str(list(pin)),
+            found=f"{list(pin)} on mesh {prices.dims.mesh}, of operands {_shapes(operation, prices.graph)}",
             wanted=f"a factor or None for each axis, of {', '.join(offers) or 'none'}",
             remedy="choose a factor that the operator has and that is long enough for the axis",
         )
     return found
+
+
+def _shapes(operation: Operator, graph: Graph) -> str:
+    return ", ".join("x".join(map(str, graph.specs[name].shape)) for name in operation.operands) or "none"
 
 
 # -- inputs and outputs ----------------------------------------------------------------------------------

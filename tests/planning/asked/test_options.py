@@ -28,7 +28,7 @@ TWO = ClusterSpec.local(2)
 DOORS = (PLAN, PARALLELIZE, VERIFY, COMPARE)  # those that take their options by Unpack
 KINDS = [kind.value for kind in Parallelism]
 NAMES = {  # of the options that are one of some names
-    "force": [*KINDS, "pipeline"],
+    "force": [*KINDS, "sequence", "pipeline"],
     "schedule": [*(kind.value for kind in ScheduleKind), "auto"],
     "recompute": [choice.value for choice in Recompute],
     "offload": [choice.value for choice in Offload],
