@@ -216,7 +216,7 @@ class MeshProblem:
             found, capped = self.hidden(ask, limits)
             bound = max(bound, capped)
         step = unstaged(self.quickest(found), count)
-        step = dataclasses.replace(step, bound=min(bound, step.seconds))
+        step = dataclasses.replace(step, bound=min(max(bound, step.calls), step.seconds))
         return self.unlike(step, found, ask) if step.gap > max(UNLIKE, self.request.gap) else step
 
     def quickest(self, found: Sequence[Solution]) -> Solution:

@@ -87,10 +87,17 @@ class Wires:
         return exchange
 
     def swap(self, peer: int, sent: memoryview, received: memoryview) -> None:
-        """Send bytes to a peer, and receive its own."""
-        exchange = SocketTransfer(self, {peer: deque((sent,))}, {peer: deque((received,))})
-        exchange.send(peer)
-        exchange.wait()
+        """Send bytes to a peer, and receive its own; few that have come already in two calls."""
+        gone = come = 0
+        try:
+            gone = self.sockets[peer].send(sent)
+            come = self.sockets[peer].recv_into(received)
+        except OSError:  # nothing has come yet; what is wrong shows again
+            pass
+        if gone < len(sent) or come < len(received):
+            leaving = {peer: deque((sent[gone:],))} if gone < len(sent) else {}
+            arriving = {peer: deque((received[come:],))} if come < len(received) else {}
+            SocketTransfer(self, leaving, arriving).wait()
 
 
 @dataclass(slots=True)
