@@ -317,6 +317,24 @@ class ClusterSpec:
         group = self.groups[number]
         return replace(self, device=group.device, described=group.described, groups=(), places=())
 
+    def with_more(self, number: int) -> ClusterSpec | None:
+        """The cluster with one more node of a group, or device where all lie on one node.
+
+        None where the group has but a part of a node among several."""
+        group, inside = self.groups[number], self.nodes == 1
+        size = 1 if inside else group.devices_per_node
+        if not inside and size % self.devices_per_node:
+            return None
+        after = 1 + max(rank for rank, groups in enumerate(self.places) if number in groups)
+        places = (*self.places[:after], *(((number,),) * size), *self.places[after:])
+        nodes, devices = group.nodes, group.devices_per_node
+        nodes, devices = (nodes, devices + 1) if inside else (nodes + 1, devices)
+        grown = replace(group, nodes=nodes, devices_per_node=devices)
+        groups = (*self.groups[:number], grown, *self.groups[number + 1 :])
+        per_node = self.devices_per_node + 1 if inside else self.devices_per_node
+        count = len(places) // per_node
+        return replace(self, nodes=count, devices_per_node=per_node, groups=groups, places=places)
+
     def stage_counts(self) -> tuple[int, ...]:
         """The numbers of pipeline ranks that `stage` can cut the cluster into."""
         return tuple(

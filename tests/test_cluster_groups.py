@@ -186,3 +186,17 @@ def test_ranks_that_find_other_kinds_than_their_groups_are_named(tmp_path: Path)
         found.check_kinds(["v100"] * 12 + ["a100", "v100", "a100", "a100"])
     by_figures = ClusterSpec.from_toml(write(tmp_path, TOML))
     by_figures.check_kinds(["v100"] * 16)  # a name of its own says nothing
+
+
+def test_one_more_of_a_group_is_a_node_or_on_one_node_a_device(tmp_path: Path) -> None:
+    found = ClusterSpec.from_toml(write(tmp_path, TOML))
+    larger = found.with_more(0)
+    assert larger is not None and larger.places == ((0,),) * 16 + ((1,),) * 4
+    assert (larger.nodes, larger.devices) == (5, "4 x 4 v100 + 1 x 4 t4")
+    one = ClusterSpec.of_groups([cpus("most", 3), cpus("slow", speed=0.5)], [tied("most", "slow")])
+    grown = one.with_more(1)
+    assert grown is not None and grown.places == ((0,),) * 3 + ((1,),) * 2
+    assert (grown.nodes, grown.devices_per_node) == (1, 5)
+    groups = [replace(cpus("a", 4), nodes=2, inter=NETWORK), cpus("b", 3), cpus("c", 1, speed=0.5)]
+    links = [tied("a", "b", same_node=False), tied("b", "c")]
+    assert ClusterSpec.of_groups(groups, links).with_more(2) is None

@@ -28,6 +28,7 @@ from autopar.sharding.strategies import dims_of, strategies_of
 from autopar.solve.choices.kinds import Kinds
 from autopar.units import show_seconds
 
+PACE = "sets the pace"
 LEAST_SHARE = 120  # of the slowest device: rounding costs less than half a percent, and few ratios stay long
 
 
@@ -96,7 +97,7 @@ def pace_notes(priced: PricedProgram) -> tuple[str, ...]:
         for number, each in prices.by_group.items()
         if not each.model.measured and not each.model.here
     ]
-    return (f"{slowest} sets the pace: of a micro-batch compute on a device {told}", *guessed)
+    return (f"{slowest} {PACE}: of a micro-batch compute on a device {told}", *guessed)
 
 
 def _places(mesh: Mesh, axis: int, index: int) -> itertools.product[tuple[int, ...]]:

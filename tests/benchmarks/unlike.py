@@ -3,10 +3,11 @@
 python -m tests.benchmarks.unlike               as root, where cgroups may be made; half a core
 python -m tests.benchmarks.unlike --part 0.25 --rounds 30 --json
 
-Rank 1 puts itself into a cgroup with a quota of a core's time. Both ranks then compute at once, which says
-how fast each is; the cluster has a group for each, and a convolutional net is planned for it by samples. The
-same net with even rows stands beside it: laps of both follow each other in turn, from the same weights on the
-same batches, and the run fails unless the losses of both are the serial model's.
+Each rank puts itself into a cgroup that goes before what else the machine runs, rank 1 into one with a quota
+of a core's time. Both ranks then compute at once, which says how fast each is; the cluster has a group for
+each, and a convolutional net is planned for it by samples. The same net with even rows stands beside it: laps
+of both follow each other in turn, on the same batches, and the run fails unless the losses of both are the
+serial model's.
 """
 
 from __future__ import annotations
@@ -89,26 +90,30 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def held_to(part: float | None) -> Iterator[None]:
-    """Hold this process to a part of a core's time, None for all of it."""
-    if part is None:
-        yield
-        return
-    quota = round(part * PERIOD_MICROSECONDS)
+    """Hold this process to a part of a core's time, None for all of it, before what else the machine runs."""
     second = (CGROUP / "cgroup.controllers").exists()
     folder = (CGROUP if second else CGROUP / "cpu") / f"autopar-unlike-{os.getpid()}"
     home = folder.parent / "cgroup.procs"
     folder.mkdir()
     try:
-        if second:
-            (folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
-        else:
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        weight = folder / ("cpu.weight" if second else "cpu.shares")
+        weight.write_text("10000" if second else "262144")  # the most
+        if part is not None:
+            quota = round(part * PERIOD_MICROSECONDS)
+            _set_quota(folder, quota, second=second)
         (folder / "cgroup.procs").write_text(str(os.getpid()))
         yield
     finally:
         home.write_text(str(os.getpid()))
         folder.rmdir()
+
+
+def _set_quota(folder: Path, quota: int, *, second: bool) -> None:
+    if second:
+        (folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+    else:
+        (folder / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+        (folder / "cpu.cfs_quota_us").write_text(str(quota))
 
 
 def contest(part: float, rounds: int, costdb: str) -> UnlikeOutcome:

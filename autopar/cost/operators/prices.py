@@ -109,10 +109,12 @@ class Prices(TensorPrices):
 
     def _by_group(self) -> dict[int, Prices]:
         """The prices on the ranks that may be of each group, as if all devices were like its."""
-        coordinates: dict[int, list[tuple[int, ...]]] = {}
+        mesh, coordinates = self.dims.mesh, dict[int, dict[object, list[tuple[int, ...]]]]()
         for rank, groups in enumerate(self.cluster.places):
+            place = mesh.coordinate(rank)
+            shares = tuple(mesh.shares_of(axis)[index] for axis, index in enumerate(place))
             for number in groups:
-                coordinates.setdefault(number, []).append(self.dims.mesh.coordinate(rank))
+                coordinates.setdefault(number, {}).setdefault(shares, []).append(place)
         own: dict[str, Any] = {
             "_own": {},
             "_held": {},
@@ -124,7 +126,7 @@ class Prices(TensorPrices):
         return {
             number: replace(
                 self,
-                dims=self.dims.seen_by(places),
+                dims=self.dims.seen_by([each[end] for each in places.values() for end in (0, -1)]),
                 cluster=self.cluster.of_group(number),
                 model=self.model.of_group(number),
                 _known=None,
@@ -282,14 +284,26 @@ class Prices(TensorPrices):
         """The price on the largest rank; of unlike devices on the rank that takes longest, and the memory of
         the largest."""
         if not self.by_group:
-            return self.price_on_one_rank(operation, strategy)
-        prices = [each.price_on_one_rank(operation, strategy) for each in self.by_group.values()]
+            return self.price_of(self._lower(operation, strategy), strategy)
+        largest = self._lower(operation, strategy)
+        written = {_shapes_of(largest): largest}  # ranks with equal parts run equal calls
+        prices = []
+        for prices_of_group in self.by_group.values():
+            dims = prices_of_group.dims
+            place = priced_rank(operation, strategy, dims)
+            shapes = local_shapes(operation, strategy, dims, place)
+            if shapes not in written:
+                member = self._member(operation)
+                written[shapes] = lower(operation, strategy, dims, training=self.training, member=member)
+            prices.append(prices_of_group.price_of(written[shapes], strategy))
         slowest = max(prices, key=lambda price: price.compute + price.communication)
-        largest = self.price_on_one_rank(operation, strategy)
-        return replace(slowest, saved=largest.saved, tie=largest.tie)
+        kept = self.price_of(largest, strategy)
+        return replace(slowest, saved=kept.saved, tie=kept.tie)
 
-    def price_on_one_rank(self, operation: Operator, strategy: Strategy) -> Price:
-        work = self._work(self._lower(operation, strategy), strategy)
+    def price_of(self, lowered: LoweredOperator, strategy: Strategy) -> Price:
+        """The price of what a rule wrote for a rank."""
+        operation = lowered.operation
+        work = self._work(lowered, strategy)
         compute = sum(map(self._seconds, work.costs))
         ahead = sum(item.forward_seconds for item in work.costs) * self.model.contention
         behind, products = compute - ahead, sum(map(flops, work.products))
@@ -370,6 +384,10 @@ class Prices(TensorPrices):
 
 def _factor(option: Option) -> str:
     return option.factor
+
+
+def _shapes_of(lowered: LoweredOperator) -> tuple[tuple[int, ...], ...]:
+    return tuple(spec.shape for spec in lowered.operands)
 
 
 def _local_calls(written: Iterable[LocalCall]) -> tuple[Call, ...]:
