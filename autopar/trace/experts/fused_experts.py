@@ -131,7 +131,7 @@ class _Chains:
         return found
 
     def above(self, ends: set[str], below: Mapping[str, Operator]) -> dict[str, Operator]:
-        """Those of `below` from which some of `ends` follow, with these."""
+        """Operators of `below` from which some of `ends` follow, with these."""
         found: dict[str, Operator] = {}
         for item in reversed(list(below.values())):
             users = [user.name for name in item.results if name for user, _ in self.consumers[name]]
