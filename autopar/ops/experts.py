@@ -284,7 +284,7 @@ class _SplitColumns:
         return ColumnState.PARTIAL if inner else self.split(outer)
 
     def part(self, number: int, whole: ColumnState) -> ColumnState | None:
-        """Parts of split columns, where the loop runs inside of each."""
+        """State of some of a value's columns; None if the loop doesn't run inside of them."""
         if whole is not ColumnState.SPLIT:
             return whole
         plain = self.classes.plain(number)

@@ -11,13 +11,20 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism, Pins
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
-from autopar.errors import InfeasibleError
-from autopar.planning.asked.request import Request
+from autopar.cost.operators.prices import Prices
+from autopar.errors import InfeasibleError, InputError
+from autopar.planning.asked.options import PLAN, Options
+from autopar.planning.asked.request import Request, request_of
 from autopar.proof.check import Report, check
+from autopar.proof.operators import OneOperator
+from autopar.sharding.rule import Sample
+from autopar.sharding.strategies import dims_of, strategies_of
+from autopar.trace.experts.body import PRODUCT, BodyStep, write_body
 from autopar.trace.experts.routed_experts import ROUTED_EXPERTS
 from autopar.trace.export import trace
 from autopar.trace.target import Target
 from costdb.database import Database
+from tests.runtime.forced_compiler import ROUGH
 
 BATCH, LENGTH = 4, 5
 EXPERTS, WIDTH, HIDDEN = 5, 16, 8
@@ -115,3 +122,43 @@ def test_experts_are_forced() -> None:
 def test_more_ranks_than_experts_are_refused() -> None:
     with pytest.raises(InfeasibleError, match=f"no experts dim longer than {EXPERTS}"):
         proved(Mixture(), 8, mesh=Mesh((8,)), force=Parallelism.EXPERTS)
+
+
+def test_compiled_programs_have_no_experts_on_several_ranks() -> None:
+    """Their sizes are known before."""
+    model = Mixture()
+    with pytest.raises(InputError, match="found .'experts'., wanted a factor or None for each axis, of"):
+        proved(model, 2, pins=pinned(model, "experts"), compile=True)
+    with pytest.raises(InputError, match="--compile: found --force experts"):
+        request_of(Options(PLAN, compile=True, force="experts"), ClusterSpec.local(2))
+
+
+@pytest.mark.parametrize("imbalance", [0.9, 0, -1.0, float("nan"), float("inf")])
+def test_an_imbalance_below_an_even_share_is_refused(imbalance: float) -> None:
+    with pytest.raises(InputError, match="--imbalance: found .*, wanted at least 1"):
+        Options(PLAN, imbalance=imbalance).read()
+
+
+def test_a_fuller_rank_takes_longer_and_keeps_more() -> None:
+    rows, keys = torch.randn(4096, 64), torch.randint(0, 8, (4096,))
+    body = write_body([BodyStep(PRODUCT, (0, 1)), BodyStep(PRODUCT, (3, 2))])
+    one = OneOperator(
+        Sample(ROUTED_EXPERTS, ([rows], [torch.randn(8, 64, 256), torch.randn(8, 256, 64)], keys, body, []))
+    )
+    (item,) = one.graph.operators
+    for way in ("experts", "own"):
+        found = []
+        for imbalance in (1.0, 1.5, 2.0):
+            dims = dims_of(one.graph, Mesh((2,)), imbalance)
+            prices = Prices(one.graph, dims, ClusterSpec.local(2), ROUGH)
+            (strategy,) = (each for each in strategies_of(item, dims) if each[0].factor == way)
+            price = prices.plain(item, strategy)
+            found.append((price.seconds, price.saved.extra_bytes))
+        assert found[0] < found[1] < found[2], found
+        assert [nbytes for _, nbytes in found] == sorted({nbytes for _, nbytes in found}), found
+
+
+def test_a_plan_says_how_full_it_takes_the_fullest_rank_to_be() -> None:
+    model = Mixture()
+    plan = proved(model, 2, pins=pinned(model, "own"), imbalance=1.5).plan
+    assert "the fullest rank of experts is expected to run 1.5 of an even share (--imbalance)" in plan.notes
