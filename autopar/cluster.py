@@ -47,6 +47,7 @@ from autopar.core.links import DescribedDevice as DescribedDevice
 from autopar.core.links import Link as Link
 from autopar.core.mesh import AXIS_NAMES, Mesh, factorisations, runs_of
 from autopar.core.slurm import torchrun_variables
+from autopar.core.topology import Topology, read_topology
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
 from autopar.units import show_bytes
@@ -62,6 +63,7 @@ class ClusterSpec:
     many bytes together. `cores` are those that the CPU devices of a node share, counted as containers count
     them (0.5 is half of one's time), None for as many as this machine has. Where devices are unlike,
     `places` has for each rank which of `groups` its device may be of: several for a rank of each stage.
+    `topology` lays the links between nodes; without, each pair of nodes has its own.
     """
 
     nodes: int
@@ -76,6 +78,7 @@ class ClusterSpec:
     described: DescribedDevice | None
     groups: tuple[DeviceGroup, ...]
     places: tuple[tuple[int, ...], ...]
+    topology: Topology | None
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class ClusterSpec:
         described: DescribedDevice | None = None,
         groups: tuple[DeviceGroup, ...] = (),
         places: tuple[tuple[int, ...], ...] = (),
+        topology: Topology | None = None,
     ) -> None:
         """Take memory also as text (`"80GB"`); without `intra` a marked estimate stands in.
 
@@ -108,11 +112,12 @@ class ClusterSpec:
         }
         values = read_table("cluster", given, CLUSTER_KEYS, wrong)
         wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
-        wrong += _too_many(values)
+        wrong += _too_many(values) + _other_nodes(values, topology)
         refuse("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
         values["inter"], values["host"], values["described"] = inter, host, described
         values["groups"], values["places"] = groups, places
+        values["topology"] = topology
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -205,6 +210,7 @@ class ClusterSpec:
 
         Instead of both a link may have `points = [["1kB", "10us"], ["1MB", "90us"]]`, measured messages.
         With `cards = 2` in [links.inter] the devices of a node share two network cards of its bandwidth.
+        `topology = "ring"` there, or another of `core/topology.py`, says how the links are laid.
 
         Of unlike devices there are tables `[[groups]]` instead of `[cluster]`, with `[[links.between]]`.
 
@@ -310,6 +316,7 @@ class ClusterSpec:
             host=self.host,
             host_memory=self.host_memory,
             described=self.described,
+            topology=self.topology if nodes > 1 else None,
         )
 
     def of_group(self, number: int) -> ClusterSpec:
@@ -394,6 +401,7 @@ class ClusterSpec:
         memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
         cores = f", {self.cores:g} cores a node" if self.cores is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""
+        inter += f" ({self.topology})" if self.topology else ""
         host = f"; to the host {self.host}" if self.host else ""
         return f"{self.devices}{memory}{cores}; within a node {self.intra}{inter}{host}"
 
@@ -409,6 +417,8 @@ def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, 
     links = read_table(
         "links", tables.get("links", {}), dict.fromkeys(("intra", "inter", "host"), as_table), wrong
     )
+    if "inter" in links:
+        links["inter"], values["topology"] = read_topology(links["inter"], values.get("nodes", 1), wrong)
     for name, table in links.items():
         values[name] = _read_link(f"links.{name}", table, values.get("devices_per_node", 1), wrong)
     wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
@@ -515,6 +525,15 @@ def _too_many(values: Mapping[str, Any]) -> list[InputError]:
     if count <= MOST_DEVICES:
         return []
     return [violation("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
+
+
+def _other_nodes(values: Mapping[str, Any], topology: Topology | None) -> list[InputError]:
+    """Violations by a topology whose nodes aren't the cluster's, nor those of several clusters like it."""
+    nodes = values.get("nodes", 1)
+    if topology is None or topology.nodes % nodes == 0:
+        return []
+    found = f"a {topology.kind.value} between {topology.nodes} nodes"
+    return [violation("links.inter.topology", found, f"one between the {nodes} nodes of the cluster")]
 
 
 def _missing_inter(nodes: int, inter: object) -> list[InputError]:

@@ -47,7 +47,7 @@ TOLD: list[tuple[tuple[str, ...], int, str]] = [
     (("--help",), 0, "compare"),
     *(
         ((name, "--help"), 0, "--cluster")
-        for name in ("plan", "verify", "compare", "run", "profile", "doctor")
+        for name in ("plan", "verify", "compare", "run", "profile", "doctor", "topology")
     ),
     (("--version",), 0, f"autopar {autopar.__version__}"),
     (("fly",), 2, "fly"),

@@ -23,6 +23,7 @@ from autopar.errors import (
 )
 from autopar.planning.asked.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
 from autopar.torch_seams.torch_version import check_torch
+from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
     from autopar.results.plan.plan import Plan
@@ -494,6 +495,22 @@ def profile(
     made = load_target(target) if target else None
     found = api.profile(spec, made, bar=ProgressBar(progress), **options)
     return CommandOutput(found.as_dict(), str(found))
+
+
+@app.command()
+def topology(
+    cluster: Cluster,
+    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="What each node sums.")] = "100MB",
+    as_json: AsJson = False,
+) -> CommandOutput:
+    """Put algorithms of sums between nodes side by side, on the links as they are laid."""
+    spec, nbytes = ClusterSpec.parse(cluster), parse_bytes(size, where="--bytes")
+    check_torch()
+    from autopar.comparing.topology_sums import sum_times
+    from autopar.results.comparison.sum_times import render_sum_times
+
+    found = sum_times(spec, nbytes)
+    return CommandOutput(found.as_dict(), render_sum_times(found))
 
 
 @app.command()

@@ -39,7 +39,7 @@ Point: TypeAlias = tuple[int, float]  # bytes of the full tensor, seconds
 Series: TypeAlias = tuple[Collective, int, int]  # kind, ranks, nodes spanned
 
 
-def seconds(kind: Collective, nbytes: int, size: int, link: LinkLike) -> float:
+def seconds(kind: Collective, nbytes: float, size: int, link: LinkLike) -> float:
     """Seconds for one collective over `size` ranks; 0 within one rank.
 
     `nbytes` is the size of the full (gathered) tensor, of the message for send and receive.
@@ -61,28 +61,28 @@ def seconds(kind: Collective, nbytes: int, size: int, link: LinkLike) -> float:
             assert_never(kind)
 
 
-def all_reduce(nbytes: int, size: int, link: LinkLike) -> float:
+def all_reduce(nbytes: float, size: int, link: LinkLike) -> float:
     """Seconds of a reduce-scatter and an all-gather. `nbytes` is the tensor's size, the same on every
     rank."""
     return reduce_scatter(nbytes, size, link) + all_gather(nbytes, size, link)
 
 
-def all_gather(nbytes: int, size: int, link: LinkLike) -> float:
+def all_gather(nbytes: float, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size of the gathered tensor, not of a shard."""
     return (size - 1) * link.seconds(nbytes / size)
 
 
-def reduce_scatter(nbytes: int, size: int, link: LinkLike) -> float:
+def reduce_scatter(nbytes: float, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size before scattering, not of a shard."""
     return (size - 1) * link.seconds(nbytes / size)
 
 
-def all_to_all(nbytes: int, size: int, link: LinkLike) -> float:
+def all_to_all(nbytes: float, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n/P beta; `nbytes` is the full tensor, of which a rank holds 1/P."""
     return (size - 1) * link.seconds(nbytes / size**2)
 
 
-def send_recv(nbytes: int, link: LinkLike) -> float:
+def send_recv(nbytes: float, link: LinkLike) -> float:
     """Seconds for one message to a neighbour, a halo or a pipeline hop: alpha + nbytes beta."""
     return link.seconds(nbytes)
 

@@ -271,6 +271,7 @@ def network_of(cluster: ClusterSpec) -> Setting:
     words = ["in rounds"] if cluster.device_type == "cpu" else []
     if cluster.nodes > 1:
         words.append(f"{cluster.nodes} x {cluster.devices_per_node}, {cluster.inter}")
+        words += [str(cluster.topology)] if cluster.topology else []
     return replace(setting, fingerprint="; ".join([setting.fingerprint, *words]))
 
 

@@ -14,10 +14,11 @@ from autopar.convert.moves import MoveAction
 from autopar.core.costs import Collective
 from autopar.core.graph import TensorSpec
 from autopar.core.mesh import Mesh, parse_key
-from autopar.cost.machine import nccl
+from autopar.cost.machine import collectives, nccl
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.ring_attention import hops
+from autopar.cost.topology import price as topology_price
 from autopar.runtime.collectives.merged_attention import merged_bytes
 
 _COLLECTIVE = {
@@ -82,7 +83,13 @@ class Exchanges:
         # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
         estimate = None
-        if self.device.kernels:
+        if self.cluster.topology and self.cluster.inter and nodes > 1:
+            there = topology_price.NodeGroup(
+                self.cluster.topology, nodes, size // nodes, self.cluster.intra, self.cluster.inter
+            )
+            estimate = topology_price.seconds(kind, nbytes, there)
+            estimate += collectives.copied(kind, nbytes, size) / copy_rate
+        elif self.device.kernels:
             group = nccl.RankGroup(size, nodes, self.cluster.intra, self.cluster.inter)
             estimate = nccl.seconds(kind, nbytes, group)
         found = self.model.collectives.cost(
