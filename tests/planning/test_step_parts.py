@@ -64,7 +64,8 @@ def test_communication_and_sums_are_those_of_the_layers() -> None:
 
 
 def test_recomputing_has_a_part_of_its_own() -> None:
-    plain, again = (planned(stages=1, micro_batches=1, recompute=each) for each in ("none", "all"))
+    asked: dict[str, Any] = {"stages": 1, "micro_batches": 1, "force": "batch"}
+    plain, again = (planned(**asked, recompute=each) for each in ("none", "all"))
     assert plain.parts.recompute == 0 < again.parts.recompute
     without_host, again_without = (each.step_seconds - each.parts.waits for each in (plain, again))
     assert again_without == pytest.approx(without_host + again.parts.recompute)
