@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
-
 from autopar.core.cluster_keys import violation
 from autopar.core.links import DescribedDevice, Link
 from autopar.errors import InputError
@@ -79,18 +77,26 @@ def check_groups(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) ->
 
 def _check_tree(names: Sequence[str], between: Sequence[GroupLink]) -> list[InputError]:
     """Violations by links between groups that leave one out, or go round."""
-    graph = nx.MultiGraph()
-    graph.add_nodes_from(names)
-    graph.add_edges_from(each.groups for each in between)
-    parts = [sorted(part, key=names.index) for part in nx.connected_components(graph)]
+    parts = [[names[place] for place in part] for part in _joined(names, between)]
     if len(parts) > 1:
         found = f"no link between {' '.join(parts[0])} and {' '.join(parts[1])}"
         return [violation("links.between", found, "links that join all groups, as a tree")]
-    if len(between) >= len(names):
-        ring = nx.find_cycle(graph)
-        found = f"a ring of links, {' - '.join(str(edge[0]) for edge in ring)}"
-        return [violation("links.between", found, "a tree: one way from each group to each other")]
+    for number, each in enumerate(between):
+        if len(_joined(names, between[: number + 1])) == len(_joined(names, between[:number])):
+            found = f"a ring of links, which {' - '.join(each.groups)} closes"
+            return [violation("links.between", found, "a tree: one way from each group to each other")]
     return []
+
+
+def _joined(names: Sequence[str], links: Iterable[GroupLink]) -> list[list[int]]:
+    """Places of names that links join, directly or by way of others."""
+    parts = [[place] for place in range(len(names))]
+    for each in links:
+        ends = [next(part for part in parts if names.index(name) in part) for name in each.groups]
+        if ends[0] is not ends[1]:
+            parts.remove(ends[1])
+            ends[0].extend(ends[1])
+    return [sorted(part) for part in parts]
 
 
 def _check_nodes(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) -> list[InputError]:
@@ -108,11 +114,7 @@ def _check_nodes(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) ->
 
 def _shared_nodes(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) -> list[list[int]]:
     """Places of groups that lie on the same nodes."""
-    graph = nx.Graph()
-    graph.add_nodes_from(group.name for group in groups)
-    graph.add_edges_from(each.groups for each in between if each.same_node)
-    names = [group.name for group in groups]
-    return [sorted(map(names.index, part)) for part in nx.connected_components(graph)]
+    return _joined([group.name for group in groups], [each for each in between if each.same_node])
 
 
 def node_size(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) -> int:
