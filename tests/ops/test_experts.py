@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
@@ -16,7 +18,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.planning.asked.options import PLAN, Options
 from autopar.planning.asked.request import Request, request_of
 from autopar.proof.check import Report, check
-from autopar.proof.operators import OneOperator
+from autopar.proof.operators import OneOperator, error, strategies
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import dims_of, strategies_of
 from autopar.trace.experts.body import PRODUCT, BodyStep, write_body
@@ -162,3 +164,16 @@ def test_a_plan_says_how_full_it_takes_the_fullest_rank_to_be() -> None:
     model = Mixture()
     plan = proved(model, 2, pins=pinned(model, "own"), imbalance=1.5).plan
     assert "the fullest rank of experts is expected to run 1.5 of an even share (--imbalance)" in plan.notes
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=6, max_size=9), st.sampled_from([(2,), (3,), (2, 2)]))
+def test_whatever_a_router_chooses_experts_are_serial(chosen: list[int], shape: tuple[int, ...]) -> None:
+    """All rows to one expert, none to some, uneven rows and experts."""
+    body = write_body([BodyStep(PRODUCT, (0, 1)), BodyStep(PRODUCT, (3, 2))])
+    weights = [torch.randn(4, 3, 5), torch.randn(4, 5, 2)]
+    sample = Sample(ROUTED_EXPERTS, ([torch.randn(len(chosen), 3)], weights, torch.tensor(chosen), body, []))
+    for one, dims, strategy in strategies(sample, Mesh(shape)):
+        factors = [option.factor for option in strategy]
+        if "experts" in factors or factors == ["own"]:
+            assert error(one, dims, strategy) < 1e-9, factors
