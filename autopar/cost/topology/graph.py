@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import pairwise, product
 from typing import TypeAlias, assert_never
 
@@ -25,7 +26,8 @@ from autopar.core.topology import Topology, TopologyKind
 
 MOST_GRAPHS = 16  # whose routes are remembered
 Vertex: TypeAlias = "int | tuple[int, int]"  # a node's number; or a switch: its level and number
-Route: TypeAlias = "tuple[dict[Vertex, list[Vertex]], dict[Vertex, int]]"  # predecessors, numbers of paths
+# Vertices before each one on shortest paths, numbers of these paths, and places in order of distance.
+Route: TypeAlias = "tuple[dict[Vertex, list[Vertex]], dict[Vertex, int], dict[Vertex, int]]"
 Message: TypeAlias = tuple[int, int, float]  # source, target, amount
 
 
@@ -52,13 +54,16 @@ class LinkGraph:
             by_source[source][target] += amount
         loads: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
         for source, shares in by_source.items():
-            before, ways = self._route(source)
-            for vertex in reversed(before):  # the furthest first
-                if vertex not in shares:
-                    continue
+            before, ways, order = self._route(source)
+            waiting = [(-order[vertex], vertex) for vertex in shares]
+            heapify(waiting)
+            while waiting:  # the furthest first: what it passes on is known by then
+                _, vertex = heappop(waiting)
                 for previous in before[vertex]:
                     part = shares[vertex] * ways[previous] / ways[vertex]
                     loads[previous, vertex] += part
+                    if previous not in shares:
+                        heappush(waiting, (-order[previous], previous))
                     shares[previous] += part
         return loads
 
@@ -68,7 +73,8 @@ class LinkGraph:
             ways: dict[Vertex, int] = {source: 1}
             for vertex, previous in before.items():
                 ways[vertex] = sum(ways[each] for each in previous) if previous else 1
-            self._routes[source] = before, ways
+            order = {vertex: place for place, vertex in enumerate(before)}
+            self._routes[source] = before, ways, order
         return self._routes[source]
 
 

@@ -12,7 +12,6 @@ n/L bytes of each go through its own way out, and within the node they are gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, assert_never
@@ -20,7 +19,7 @@ from typing import TypeAlias, assert_never
 from autopar.core.costs import Collective, LinkLike
 from autopar.core.topology import Topology
 from autopar.cost.machine import collectives
-from autopar.cost.topology.algorithms import SumAlgorithm, SumStep, Traffic, schedule_of
+from autopar.cost.topology.algorithms import SumAlgorithm, Traffic, schedule_of
 from autopar.cost.topology.graph import graph_of
 
 MOST_LOADS = 1024  # of algorithms on topologies, that are remembered
@@ -55,9 +54,12 @@ def seconds(kind: Collective, nbytes: float, group: NodeGroup) -> float:
 
 def _between(kind: Collective, nbytes: float, group: NodeGroup) -> float:
     """Seconds among nodes alone, of one rank's share."""
-    if kind in (Collective.ALL_TO_ALL, Collective.SEND_RECV):
-        shifts = shift_loads(group.topology, group.nodes, kind is Collective.ALL_TO_ALL)
-        return loads_seconds(shifts, nbytes, group.inter)
+    if kind is Collective.SEND_RECV:
+        return group.inter.seconds(neighbour_load(group.topology, group.nodes) * nbytes)
+    if kind is Collective.ALL_TO_ALL:  # a scatter to all of nbytes / nodes, with a latency for each message
+        at_once = loads_of(SumAlgorithm.FULL, group.topology, group.nodes, Collective.REDUCE_SCATTER) or ()
+        waits = (group.nodes - 2) * group.inter.latency
+        return loads_seconds(at_once, nbytes / group.nodes, group.inter) + waits
     known = [loads for each in SumAlgorithm if (loads := loads_of(each, group.topology, group.nodes, kind))]
     return min(loads_seconds(loads, nbytes, group.inter) for loads in known)
 
@@ -72,33 +74,39 @@ def loads_of(
     algorithm: SumAlgorithm, topology: Topology, nodes: int, kind: Collective = Collective.ALL_REDUCE
 ) -> Loads | None:
     """Loads of the steps of a sum, or of its half; None where the algorithm has none such."""
-    schedule = schedule_of(algorithm, nodes, topology)
-    if schedule is None or not (kind is Collective.ALL_REDUCE or schedule.scattered):
+    found = _step_loads(algorithm, topology, nodes)
+    if found is None or not (kind is Collective.ALL_REDUCE or found[1]):
         return None
-    return _loads(_half(schedule.steps, schedule.scattered, kind), schedule.parts, topology, nodes)
-
-
-def _half(steps: Sequence[SumStep], scattered: int, kind: Collective) -> list[Traffic]:
+    loads, scattered = found
     halves = {Collective.REDUCE_SCATTER: slice(scattered), Collective.ALL_GATHER: slice(scattered, None)}
-    return [step.traffic for step in steps[halves.get(kind, slice(None))]]
+    return tuple(Counter(loads[halves.get(kind, slice(None))]).items())
 
 
 @lru_cache(maxsize=MOST_LOADS)
-def shift_loads(topology: Topology, nodes: int, is_all_to_all: bool) -> Loads:
-    """Loads of messages to the next node; or to all, one after the other, of 1/nodes^2 of all bytes each."""
-    distances = range(1, nodes) if is_all_to_all else range(1, 2)
-    steps = [tuple((rank, (rank + d) % nodes, 1) for rank in range(nodes)) for d in distances]
-    return _loads(steps, nodes**2 if is_all_to_all else 1, topology, nodes)
+def _step_loads(
+    algorithm: SumAlgorithm, topology: Topology, nodes: int
+) -> tuple[tuple[float, ...], int] | None:
+    """The load of each step, and after how many of them the sum is scattered."""
+    schedule = schedule_of(algorithm, nodes, topology)
+    if schedule is None:
+        return None
+    known = {
+        traffic: _load(traffic, schedule.parts, topology, nodes)
+        for traffic in {step.traffic for step in schedule.steps}
+    }
+    return tuple(known[step.traffic] for step in schedule.steps), schedule.scattered
 
 
-def _loads(steps: Sequence[Traffic], parts: int, topology: Topology, nodes: int) -> Loads:
-    graph, starts = graph_of(topology), range(0, topology.nodes, nodes)
+@lru_cache(maxsize=MOST_LOADS)
+def neighbour_load(topology: Topology, nodes: int) -> float:
+    """The load of a message from each node to the next one."""
+    return _load(tuple((rank, (rank + 1) % nodes, 1) for rank in range(nodes)), 1, topology, nodes)
 
-    def load(traffic: Traffic) -> float:
-        return graph.load(
-            (start + sender, start + receiver, count / parts)
-            for start in starts
-            for sender, receiver, count in traffic
-        )
 
-    return tuple((load(traffic), count) for traffic, count in Counter(steps).items())
+def _load(traffic: Traffic, parts: int, topology: Topology, nodes: int) -> float:
+    """The most that a link carries of one step, in parts of n; all groups of nodes send."""
+    return graph_of(topology).load(
+        (start + sender, start + receiver, count / parts)
+        for start in range(0, topology.nodes, nodes)
+        for sender, receiver, count in traffic
+    )
