@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
     from autopar.trace.forms.linear_scan import scan
+    from autopar.updates.rules import every, gossip, server, summed
 
 __all__ = [
     "AutoparError",
@@ -37,9 +38,11 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "compare",
+    "every",
     "explain",
     "finish_saves",
     "full",
+    "gossip",
     "load",
     "load_pretrained",
     "order_vertices",
@@ -50,7 +53,9 @@ __all__ = [
     "save",
     "save_pretrained",
     "scan",
+    "server",
     "steps",
+    "summed",
     "timeline",
     "verify_operator",
 ]
@@ -64,9 +69,11 @@ _MODULE_OF = {
     "Plan": "autopar.results.plan.plan",
     "PlanOptions": "autopar.planning.asked.options",
     "compare": "autopar.api",
+    "every": "autopar.updates.rules",
     "explain": "autopar.api",
     "finish_saves": "autopar.runtime.module.saves",
     "full": "autopar.runtime.module.whole_model",
+    "gossip": "autopar.updates.rules",
     "load": "autopar.runtime.module.saves",
     "load_pretrained": "autopar.runtime.module.pretrained",
     "order_vertices": "autopar.sharding.vertex_order",
@@ -77,7 +84,9 @@ _MODULE_OF = {
     "save": "autopar.runtime.module.saves",
     "save_pretrained": "autopar.runtime.module.pretrained",
     "scan": "autopar.trace.forms.linear_scan",
+    "server": "autopar.updates.rules",
     "steps": "autopar.runtime.module.steps",
+    "summed": "autopar.updates.rules",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

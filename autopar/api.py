@@ -41,6 +41,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.explaining.explain import explained
     from autopar.explaining.frontier import FRONTIER_SECONDS, frontier
     from autopar.integrations import stock
+    from autopar.planning.agree import kinds_of_ranks
     from autopar.planning.asked.option_environment import settle, settle_beside_plan
     from autopar.planning.asked.options import (
         COMPARE,
@@ -60,10 +61,11 @@ with uncollected():  # collections while torch and all rooms are imported take a
     )
     from autopar.planning.asked.request import check_cluster, check_overlap, check_timeout, request_of
     from autopar.planning.busy_neighbours import busy_neighbours
-    from autopar.planning.given_plan import agree_on_plan, plan_to_run
+    from autopar.planning.given_plan import DECIDED, agree_on_plan, plan_to_run
     from autopar.planning.planner import Planner
     from autopar.proof.changes import MOST_CHANGES
-    from autopar.proof.check import Report, check, check_compiled, check_input
+    from autopar.proof.check import Report, check, check_compiled, check_input, check_updates
+    from autopar.proof.updates import UpdatesReport
     from autopar.results.comparison.comparison import Comparison
     from autopar.results.comparison.measured_steps import MeasuredSteps, read_measured
     from autopar.results.explanation.explanation import Explanation
@@ -76,14 +78,16 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.rewrite.render import describe
     from autopar.runtime.collectives import random
     from autopar.runtime.compiled.compiler import check_compiler
+    from autopar.runtime.islands.joining import island_cluster, join_islands
     from autopar.runtime.launch import worker
-    from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.module.parallel_module import ParallelModule, runner_of
     from autopar.runtime.tree import serial_model
     from autopar.schedules.fill_bubbles import order_of
     from autopar.schedules.one_stage import one_stage
     from autopar.schedules.simulate import simulate
     from autopar.trace.call.call_signature import LossFunction, split_inputs
     from autopar.trace.target import Target, check_target, load_target
+    from autopar.updates.rules import UpdateRule, read_updates
     from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -171,6 +175,8 @@ def parallelize(
     inputs: Reach = "global",
     outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
+    updates: UpdateRule | str | None = None,
+    islands: int | None = None,
     quiet: bool = False,
     **options: Unpack[PlanOptions],
 ) -> ParallelModule:
@@ -211,6 +217,10 @@ def parallelize(
 
     and run backward from it on every rank; ranks that hold the same part must compute the same.
 
+    With `updates` the cluster is cut into `islands`, its nodes by default, or of one node its devices, which
+    learn together by that rule in `autopar.steps` (docs/updates.md). An island is a world of its own to
+    torch.distributed, with a plan of its own; the examples are of an island's batch.
+
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
     PARALLELIZE.check(options)
@@ -226,8 +236,20 @@ def parallelize(
             remedy="pass example_inputs, on every rank those of a whole batch",
         )
     worker.require_launcher()
+    joined = None
+    if (rule := read_updates(updates)) is not None:
+        if not planned:
+            raise _unplanned(rule)
+        whole_cluster = cluster_spec
+        cluster_spec, count = island_cluster(whole_cluster, islands)
+        joined = join_islands(rule, whole_cluster, count, timeout)
+        if joined.mine:  # all islands run island 0's plan
+            plan = joined.plan_of_first()
+            options = {name: word for name, word in options.items() if name not in DECIDED}  # type: ignore[assignment]
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
+    if cluster_spec.groups:
+        cluster_spec.check_kinds(kinds_of_ranks(cluster_spec.device_type))
     plan = plan_to_run() if plan is None else plan
     beside = [name for name, word in options.items() if word is not None]
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=beside)
@@ -271,7 +293,19 @@ def parallelize(
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)
+    if joined is not None:
+        joined.begin(parallel, parallel.plan)
+        runner_of(parallel).islands = joined
     return parallel
+
+
+def _unplanned(rule: UpdateRule) -> InputError:
+    return InputError(
+        where=f"parallelize with updates={rule}",
+        found="no example inputs",
+        wanted="an example of an island's batch, so that all islands have one plan",
+        remedy="pass example_inputs",
+    )
 
 
 @documented(VERIFY)
@@ -282,17 +316,27 @@ def verify(
     steps: int = 3,
     processes: bool = False,
     changes: int = MOST_CHANGES,
+    updates: UpdateRule | str | None = None,
+    islands: int | None = None,
     **options: Unpack[VerifyOptions],
-) -> Report:
+) -> Report | UpdatesReport:
     """Prove the plan of `target` against eager serial training in float64, over `steps` steps of SGD.
 
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
     measured. Where that holds, and without stages and micro-batches, up to `changes` numbers and flags that
     forward reads are changed one by one, as many others, and some modes, each with a step beside eager
     training.
+
+    With `updates` that rule is run on processes, on `islands` of the cluster, and proved against its
+    reference in one process: a server's events are replayed.
     """
     asked = Options(VERIFY, **options)
     check_target("verify", target)
+    if (rule := read_updates(updates)) is not None:
+        part, count = island_cluster(cluster, islands)
+        request, _ = request_of(Options(VERIFY, **{"stages": 1, "micro_batches": 1, **options}), part)
+        with Database.open(asked.costdb) as database:
+            return check_updates(target, cluster, rule, count, request, part, steps=steps, database=database)
     request, auto = request_of(asked, cluster)
     check_compiled(request, cluster, processes=processes)
     decided = None

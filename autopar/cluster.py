@@ -7,6 +7,9 @@ Ranks fill the nodes one after the other, so with four devices per node
 
 and a mesh axis is fast if its groups stay inside one row of the drawing: on the mesh 2x4 axis b
 uses the links within nodes, axis a those between them.
+
+Of unlike groups (`core/device_groups.py`) an exchange goes at the pace of the slowest link of its kind, and
+the memory of one device is that of the group with least.
 """
 
 from __future__ import annotations
@@ -14,112 +17,40 @@ from __future__ import annotations
 import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from autopar.core.cluster_keys import (
+    BETWEEN_KEYS,
     CARD_KEYS,
     CLUSTER_KEYS,
     DEVICE_KEYS,
+    GROUP_KEYS,
     LINK_KEYS,
     MOST_DEVICES,
     as_table,
-    is_finite,
+    as_tables,
     line_numbers,
     read_table,
     refuse,
     violation,
     whole_number,
 )
+from autopar.core.device_groups import DeviceGroup, GroupLink, check_groups, node_size, slowest
+from autopar.core.links import ETHERNET as ETHERNET
+from autopar.core.links import LOOPBACK as LOOPBACK
+from autopar.core.links import PCIE as PCIE
+from autopar.core.links import DescribedDevice as DescribedDevice
+from autopar.core.links import Link as Link
 from autopar.core.mesh import AXIS_NAMES, Mesh, factorisations, runs_of
 from autopar.core.slurm import torchrun_variables
 from autopar.core.topology import Topology, read_topology
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
-from autopar.units import (
-    show_bytes,
-    show_rate,
-    show_seconds,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A link between two devices: `latency` in seconds, `bandwidth` in bytes per second each way.
-
-    `estimated` marks numbers that nobody gave or measured, `is_measured` those that autopar measured itself,
-    so that a plan can say so. Of measured `points`, bytes and seconds that rise, a message takes what lies
-    between them.
-    """
-
-    latency: float
-    bandwidth: float
-    estimated: bool = False
-    points: tuple[tuple[int, float], ...] = ()
-    is_measured: bool = False
-
-    @staticmethod
-    def measured(points: tuple[tuple[int, float], ...]) -> Link:
-        """The link of measured messages: the smallest one's seconds, and the rate between the last two."""
-        (before, early), (last, late) = points[-2:]
-        return Link(points[0][1], (last - before) / (late - early), points=points)
-
-    def seconds(self, nbytes: float) -> float:
-        """Seconds of one message; the smallest point's below it, and by the bandwidth beyond the largest."""
-        if not self.points:
-            return self.latency + nbytes / self.bandwidth
-        place = bisect_left(self.points, (nbytes, -math.inf))
-        if place == 0:
-            return self.latency
-        (left, early) = self.points[place - 1]
-        if place == len(self.points):
-            return early + (nbytes - left) / self.bandwidth
-        right, late = self.points[place]
-        return early + (late - early) * (nbytes - left) / (right - left)
-
-    def __post_init__(self) -> None:
-        numbers = is_finite(self.latency) and is_finite(self.bandwidth)
-        if not (numbers and self.latency >= 0 and self.bandwidth > 0):
-            latency, bandwidth = show_value(self.latency), show_value(self.bandwidth)
-            raise InputError(
-                where="link",
-                found=f"latency {latency} s, bandwidth {bandwidth} bytes/s",
-                wanted="a finite latency of at least 0 and a finite bandwidth above 0",
-                remedy="give seconds and bytes per second",
-            )
-
-        for before, after in pairwise(self.points):
-            if not (after[0] > before[0] and after[1] >= before[1]):
-                raise InputError(
-                    where="link",
-                    found=f"points {show_value(before)}, then {show_value(after)}",
-                    wanted="bytes that rise, and seconds that don't fall",
-                    remedy="sort points by bytes, and measure what takes less than a smaller message anew",
-                )
-
-    def __str__(self) -> str:
-        mark = " (estimated)" if self.estimated else " (measured)" if self.is_measured else ""
-        return f"{show_rate(self.bandwidth)}, {show_seconds(self.latency)}{mark}"
-
-
-# Stand-ins until the links are measured. Only the first was seen on a machine: two gloo processes with one
-# thread each on two cores, a message of 16 bytes one way and the slope up to 10 MB. The others are
-# orders of magnitude: PCIe 4.0 x16 at 80 % of its 32 GB/s, and 10 Gbit/s Ethernet through TCP.
-LOOPBACK = Link(latency=150e-6, bandwidth=2.5e9, estimated=True)
-PCIE = Link(latency=10e-6, bandwidth=25e9, estimated=True)
-ETHERNET = Link(latency=50e-6, bandwidth=1.25e9, estimated=True)
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedDevice:
-    """A GPU that no data sheet here knows: peak flop/s of dense products by dtype, bytes/s of its memory."""
-
-    flops: tuple[tuple[str, float], ...]
-    bandwidth: float
+from autopar.units import show_bytes
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -130,8 +61,9 @@ class ClusterSpec:
     cap. `intra` links devices of one node, `inter` devices of different nodes, `host` each GPU with the
     memory of its node, None for unknown; of `host_memory`, None for no cap, the node's devices may take that
     many bytes together. `cores` are those that the CPU devices of a node share, counted as containers count
-    them (0.5 is half of one's time), None for as many as this machine has. `topology` lays the links between
-    nodes; without, each pair of nodes has its own.
+    them (0.5 is half of one's time), None for as many as this machine has. Where devices are unlike,
+    `places` has for each rank which of `groups` its device may be of: several for a rank of each stage.
+    `topology` lays the links between nodes; without, each pair of nodes has its own.
     """
 
     nodes: int
@@ -144,6 +76,8 @@ class ClusterSpec:
     host: Link | None
     host_memory: int | None
     described: DescribedDevice | None
+    groups: tuple[DeviceGroup, ...]
+    places: tuple[tuple[int, ...], ...]
     topology: Topology | None
 
     def __init__(
@@ -159,6 +93,8 @@ class ClusterSpec:
         host: Link | None = None,
         host_memory: int | str | None = None,
         described: DescribedDevice | None = None,
+        groups: tuple[DeviceGroup, ...] = (),
+        places: tuple[tuple[int, ...], ...] = (),
         topology: Topology | None = None,
     ) -> None:
         """Take memory also as text (`"80GB"`); without `intra` a marked estimate stands in.
@@ -180,6 +116,7 @@ class ClusterSpec:
         refuse("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
         values["inter"], values["host"], values["described"] = inter, host, described
+        values["groups"], values["places"] = groups, places
         values["topology"] = topology
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -205,6 +142,38 @@ class ClusterSpec:
         Processes on the CPU share the machine's memory evenly.
         """
         return _this_machine(num_processes, nodes=1)
+
+    @staticmethod
+    def of_groups(
+        groups: Sequence[DeviceGroup], between: Sequence[GroupLink] = (), *, host: Link | None = None
+    ) -> ClusterSpec:
+        """The cluster of groups whose ranks follow each other; one of like devices if all groups are alike.
+
+        Raises `InputError` with all violations at once: links between groups that are no tree, say.
+        """
+        wrong = check_groups(groups, between)
+        refuse("ClusterSpec", wrong)
+        size, count = node_size(groups, between), sum(group.num_devices for group in groups)
+        standing = LOOPBACK if groups[0].device == "cpu" else PCIE
+        inside = [group.intra or standing for group in groups if group.devices_per_node > 1]
+        inside += [each.link for each in between if each.same_node]
+        outside = [group.inter for group in groups if group.nodes > 1]
+        outside += [each.link for each in between if not each.same_node]
+        memories = [group.memory for group in groups if group.memory is not None]
+        unlike = len({group.kind for group in groups}) > 1 or groups[0].speed != 1
+        places = tuple((place,) for place, group in enumerate(groups) for _ in range(group.num_devices))
+        return ClusterSpec(
+            nodes=count // size,
+            devices_per_node=size,
+            device=groups[0].device,
+            memory=min(memories, default=None),
+            intra=slowest(inside),
+            inter=slowest(outside) if count > size else None,
+            host=host,
+            described=groups[0].described,
+            groups=tuple(groups) if unlike else (),
+            places=places if unlike else (),
+        )
 
     @staticmethod
     def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
@@ -243,6 +212,8 @@ class ClusterSpec:
         With `cards = 2` in [links.inter] the devices of a node share two network cards of its bandwidth.
         `topology = "ring"` there, or another of `core/topology.py`, says how the links are laid.
 
+        Of unlike devices there are tables `[[groups]]` instead of `[cluster]`, with `[[links.between]]`.
+
         Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too;
         `host_memory` and the link to it serve offload, and are left out where unknown.
 
@@ -272,6 +243,9 @@ class ClusterSpec:
     @property
     def devices(self) -> str:
         """Count and kind of devices: `2 x 4 h100` are two nodes of four."""
+        if self.groups:
+            present = sorted({place for places in self.places for place in places})
+            return " + ".join(str(self.groups[place]) for place in present)
         return f"{self.nodes} x {self.devices_per_node} {self.device}"
 
     def meshes(self) -> tuple[Mesh, ...]:
@@ -311,12 +285,26 @@ class ClusterSpec:
                 wanted="a number that cuts the cluster into equal parts of a node, or of whole nodes",
                 remedy=f"choose a divisor of {self.num_devices}",
             )
-        if inside:
-            return self.shaped(1, devices)
-        return self.shaped(devices // self.devices_per_node, self.devices_per_node)
+        part = self._part(devices // self.devices_per_node or 1, devices if inside else self.devices_per_node)
+        if not self.groups:
+            return part
+        stages = [self.places[start : start + devices] for start in range(0, self.num_devices, devices)]
+        places = tuple(tuple(sorted({*chain.from_iterable(each)})) for each in zip(*stages, strict=True))
+        return replace(part, groups=self.groups, places=places)
 
     def shaped(self, nodes: int, devices_per_node: int) -> ClusterSpec:
-        """A cluster of `nodes` nodes of `devices_per_node` devices like these, with the same links."""
+        """A cluster of `nodes` nodes of `devices_per_node` devices like these, with the same links. Raises
+        `InputError` if these are unlike."""
+        if self.groups:
+            raise InputError(
+                where="cluster",
+                found=f"{nodes * devices_per_node} devices like {self.devices}",
+                wanted="a number of devices of one kind",
+                remedy="write the groups of the other cluster into a file of its own",
+            )
+        return self._part(nodes, devices_per_node)
+
+    def _part(self, nodes: int, devices_per_node: int) -> ClusterSpec:
         return ClusterSpec(
             nodes=nodes,
             devices_per_node=devices_per_node,
@@ -330,6 +318,29 @@ class ClusterSpec:
             described=self.described,
             topology=self.topology if nodes > 1 else None,
         )
+
+    def of_group(self, number: int) -> ClusterSpec:
+        """The cluster if all its devices were of one group's kind."""
+        group = self.groups[number]
+        return replace(self, device=group.device, described=group.described, groups=(), places=())
+
+    def with_more(self, number: int) -> ClusterSpec | None:
+        """The cluster with one more node of a group, or device where all lie on one node.
+
+        None where the group has but a part of a node among several."""
+        group, inside = self.groups[number], self.nodes == 1
+        size = 1 if inside else group.devices_per_node
+        if not inside and size % self.devices_per_node:
+            return None
+        after = 1 + max(rank for rank, groups in enumerate(self.places) if number in groups)
+        places = (*self.places[:after], *(((number,),) * size), *self.places[after:])
+        nodes, devices = group.nodes, group.devices_per_node
+        nodes, devices = (nodes, devices + 1) if inside else (nodes + 1, devices)
+        grown = replace(group, nodes=nodes, devices_per_node=devices)
+        groups = (*self.groups[:number], grown, *self.groups[number + 1 :])
+        per_node = self.devices_per_node + 1 if inside else self.devices_per_node
+        count = len(places) // per_node
+        return replace(self, nodes=count, devices_per_node=per_node, groups=groups, places=places)
 
     def stage_counts(self) -> tuple[int, ...]:
         """The numbers of pipeline ranks that `stage` can cut the cluster into."""
@@ -353,6 +364,22 @@ class ClusterSpec:
                 found=str(world_size),
                 wanted=f"{self.num_devices} ({self.nodes} nodes of {self.devices_per_node} devices)",
                 remedy="start one process for each device, or change nodes and devices_per_node",
+            )
+
+    def check_kinds(self, kinds: Sequence[str]) -> None:
+        """Raise `InputError` unless the ranks found such kinds of devices, in their order, as their groups
+        have. A kind that is described by its figures, or is any GPU, isn't known by name."""
+        wrong = [
+            (rank, kind, group)
+            for rank, (kind, (number, *_)) in enumerate(zip(kinds, self.places, strict=True))
+            if (group := self.groups[number]).described is None and group.device not in (kind, "cuda")
+        ]
+        if wrong:
+            raise InputError(
+                where="groups of the cluster",
+                found=", ".join(f"rank {rank} on a {kind}" for rank, kind, _ in wrong[:4]),
+                wanted=", ".join(f"{group.device} there, of group {group.name}" for _, _, group in wrong[:4]),
+                remedy="start the ranks in the order of the groups, or correct the cluster's file",
             )
 
     def check_local(self) -> None:
@@ -380,6 +407,8 @@ class ClusterSpec:
 
 
 def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, int]) -> ClusterSpec:
+    if "groups" in document:
+        return _from_groups(path, document, lines)
     wrong: list[InputError] = []
     tables = read_table("", document, {"cluster": as_table, "links": as_table, "device": as_table}, wrong)
     values = read_table("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
@@ -391,7 +420,7 @@ def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, 
     if "inter" in links:
         links["inter"], values["topology"] = read_topology(links["inter"], values.get("nodes", 1), wrong)
     for name, table in links.items():
-        values[name] = _read_link(name, table, values.get("devices_per_node", 1), wrong)
+        values[name] = _read_link(f"links.{name}", table, values.get("devices_per_node", 1), wrong)
     wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
     wrong += _needless_host(values, links.get("host")) + _too_many(values)
     if "device" in tables:
@@ -400,10 +429,65 @@ def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, 
     return ClusterSpec(**values)
 
 
-def _read_link(name: str, table: Mapping[str, object], devices: int, wrong: list[InputError]) -> Link | None:
+def _from_groups(path: str, document: Mapping[str, object], lines: Mapping[str, int]) -> ClusterSpec:
+    """The cluster of tables [[groups]] and [[links.between]]; links of all groups stand beside these."""
+    wrong: list[InputError] = []
+    tables = read_table("", document, {"groups": as_tables, "links": as_table}, wrong)
+    names = {"intra": as_table, "inter": as_table, "host": as_table, "between": as_tables}
+    links = read_table("links", tables.get("links", {}), names, wrong)
+    tied = [_read_between(number, each, wrong) for number, each in enumerate(links.get("between", ()), 1)]
+    given = enumerate(tables.get("groups", ()), 1)
+    groups = [_read_group(number, each, links, wrong) for number, each in given]
+    host = _read_link("links.host", links["host"], 1, wrong) if "host" in links else None
+    if not wrong:
+        wrong += check_groups(groups, [each for each in tied if each])
+    refuse(path, wrong, lines)
+    return ClusterSpec.of_groups(groups, [each for each in tied if each], host=host)
+
+
+def _read_group(
+    number: int, table: Mapping[str, object], links: Mapping[str, Any], wrong: list[InputError]
+) -> DeviceGroup:
+    where = f"groups.{number}"
+    values = read_table(where, table, GROUP_KEYS, wrong)
+    wrong += [violation(f"{where}.{key}", "nothing", f"the group's {key}") for key in _missing_of(table)]
+    figures = {key: values.pop(key) for key in ("flops", "bandwidth") if key in values}
+    if len(figures) == 1 or (figures and values.get("device", "cpu") == "cpu"):
+        wrong.append(
+            violation(where, " ".join(figures), "flops and bandwidth, of a GPU with a name of its own")
+        )
+    elif figures:
+        values["described"] = DescribedDevice(figures["flops"], figures["bandwidth"])
+    devices = values.get("devices_per_node", 1)
+    for name in ("intra", "inter"):
+        at, table_of = (
+            (f"{where}.{name}", values[name]) if name in values else (f"links.{name}", links.get(name))
+        )
+        values[name] = None if table_of is None else _read_link(at, table_of, devices, wrong)
+    if values.get("nodes", 1) > 1 and "inter" not in table and "inter" not in links:
+        wrong.append(violation(f"{where}.inter", "nothing", f"the link between its {values['nodes']} nodes"))
+    return DeviceGroup(**{"name": str(number), "device": "cpu", **values})
+
+
+def _missing_of(table: Mapping[str, object]) -> list[str]:
+    return [key for key in ("name", "device") if key not in table]
+
+
+def _read_between(number: int, table: Mapping[str, object], wrong: list[InputError]) -> GroupLink | None:
+    where = f"links.between.{number}"
+    values = read_table(where, table, BETWEEN_KEYS, wrong)
+    if "groups" not in table:
+        wrong.append(violation(f"{where}.groups", "nothing", "the names of the two groups that it joins"))
+    plain = {key: value for key, value in table.items() if key in LINK_KEYS}
+    link = _read_link(where, plain, 1, wrong)
+    if link is None or "groups" not in values:
+        return None
+    return GroupLink(values["groups"], link, values.get("same_node", False))
+
+
+def _read_link(where: str, table: Mapping[str, object], devices: int, wrong: list[InputError]) -> Link | None:
     """The link of a table; between nodes what each of a node's `devices` has of its network cards."""
-    where = f"links.{name}"
-    values = read_table(where, table, CARD_KEYS if name == "inter" else LINK_KEYS, wrong)
+    values = read_table(where, table, CARD_KEYS if where.endswith("inter") else LINK_KEYS, wrong)
     if "points" in table:
         more = [key for key in ("bandwidth", "latency", "cards") if key in table]
         wrong += [violation(f"{where}.{key}", "points beside it", "one of both") for key in more]

@@ -26,6 +26,7 @@ CHAPTERS = {  # of the site, each with its pages in the order of reading
         "words",
         "training",
         "going_on",
+        "updates",
         "multi_node",
         "precision",
         "custom_operators",

@@ -1,7 +1,7 @@
 """Dependencies point one way: a room imports those to its right, and nothing to its left.
 
     api, cli - proof, comparing, explaining, doctor, integrations - compiler - planning - solve - cost
-        - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
+        - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster, updates
         - core - torch_seams - units, errors
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
@@ -32,7 +32,7 @@ FLOORS = [  # the lowest first
     {"errors", "units"},
     {"torch_seams"},
     {"core"},
-    {"trace", "sharding", "convert", "schedules", "results", "cluster"},
+    {"trace", "sharding", "convert", "schedules", "results", "cluster", "updates"},
     {"runtime", "ops"},
     {"rewrite", "costdb"},
     {"cost"},
@@ -57,6 +57,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.runtime.collectives.late_gradients": "products that have a late twin",
     "autopar.trace.forms.call_forms": "calls that no graph has, and what does the same",
     "autopar.trace.forward.checkpoint_regions": "a count that a buffer holds, which it writes twice",
+    "autopar.trace.experts.fused_experts": "columns and vectors that keys pick, which it rewrites",
     "autopar.trace.rewrites.constant_folding": "patterns of rows picked and placed, which it rewrites",
     "autopar.trace.rewrites.neighbour_sums": "the same",
     "autopar.trace.rewrites.row_placements": "the same",

@@ -383,7 +383,7 @@ def _sums(*, mean: bool) -> bool:
         if mean:
             patch.setattr(transport, "start_sum", averaged)
         member = BucketMember(0, "weight", "a@2", torch.float32, 8)
-        sync = GradientSync([member], lambda index, total: totals.update({index: total.clone()}))
+        sync = GradientSync([member], lambda sums: totals.update({0: sums[0].clone()}))
         root = torch.ones(2, requires_grad=True)
         root.register_hook(lambda gradient: sync.add(0, gradient * (1 + dist.get_rank())))
         root.sum().backward()

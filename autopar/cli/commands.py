@@ -346,6 +346,11 @@ def verify(
     changes: Annotated[
         int, typer.Option(help="Numbers and flags that forward reads and that are changed, one by one.")
     ] = 6,
+    updates: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help='Prove a rule of updates, as "every(50)", on islands.'),
+    ] = None,
+    islands: Annotated[int | None, typer.Option(help="Parts of the cluster that learn by it.")] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> CommandOutput:
@@ -355,7 +360,14 @@ def verify(
     from autopar.trace.target import load_target
 
     report = api.verify(
-        load_target(target), spec, steps=steps, processes=processes, changes=changes, **options
+        load_target(target),
+        spec,
+        steps=steps,
+        processes=processes,
+        changes=changes,
+        updates=updates,
+        islands=islands,
+        **options,
     )
     return CommandOutput(report.as_dict(), str(report), 0 if report.passed else 1)
 

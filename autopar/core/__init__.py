@@ -7,6 +7,8 @@ score_blocks   scores of attention that a rank's rows see
 work          what a call computes, by its sizes
 fingerprint   what a plan is for, as text
 cluster_keys   how a cluster's description is read, with bounds and lines
+links         links between devices, and devices described by figures
+device_groups   groups of like devices, and the tree of links between them
 topology      how the links between nodes are laid
 mesh          the grid of devices that one stage runs on
 placement     how a tensor lies on a mesh

@@ -24,6 +24,7 @@ MOST_DEVICES = 1 << 18  # more than any cluster has, and few enough to list thei
 MOST_MEMORY_BYTES = 1 << 63  # of a device: what an int64 counts
 # Of rates in bytes/s, flop/s, and seconds.
 LEAST_RATE, MOST_RATE, LEAST_FLOPS, MOST_FLOPS, MOST_LATENCY = 1e3, 1e15, 1e6, 1e18, 60.0
+LEAST_SPEED, MOST_SPEED = 1e-3, 1e3  # of a device against what its kind was measured to do
 FLOPS_KEYS = ("fp16", "bf16", "fp32", "fp64")
 
 
@@ -129,6 +130,37 @@ def as_table(where: str, value: object) -> dict[str, object]:
     raise violation(where, show_value(value), f"a table [{where}]")
 
 
+def as_tables(where: str, value: object) -> list[dict[str, object]]:
+    """Several tables of the file, each under [[...]]."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        return value
+    raise violation(where, show_value(value), f"tables [[{where}]]")
+
+
+def _name(where: str, value: object) -> str:
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise violation(where, show_value(value), "a name, as text")
+
+
+def _two_names(where: str, value: object) -> tuple[str, str]:
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(name, str) for name in value):
+        return str(value[0]), str(value[1])
+    raise violation(where, show_value(value), 'the names of two groups, such as ["fast", "slow"]')
+
+
+def _speed(where: str, value: object) -> float:
+    if isinstance(value, (int, float)) and is_finite(value) and LEAST_SPEED <= value <= MOST_SPEED:
+        return float(value)
+    raise violation(where, show_value(value), "a speed such as 0.5, half of what its kind does")
+
+
+def _flag(where: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise violation(where, show_value(value), "true or false")
+
+
 CLUSTER_KEYS: Mapping[str, Reader] = {
     "nodes": whole_number,
     "devices_per_node": whole_number,
@@ -140,6 +172,17 @@ CLUSTER_KEYS: Mapping[str, Reader] = {
 LINK_KEYS: Mapping[str, Reader] = {"bandwidth": _rate, "latency": _seconds, "points": _points}
 CARD_KEYS: Mapping[str, Reader] = {**LINK_KEYS, "cards": whole_number}
 DEVICE_KEYS: Mapping[str, Reader] = {"flops": _flops, "bandwidth": _rate, "memory": _memory}
+GROUP_KEYS: Mapping[str, Reader] = {
+    "name": _name,
+    "device": _device,
+    "nodes": whole_number,
+    "devices_per_node": whole_number,
+    "speed": _speed,
+    "intra": as_table,
+    "inter": as_table,
+    **DEVICE_KEYS,
+}
+BETWEEN_KEYS: Mapping[str, Reader] = {**LINK_KEYS, "groups": _two_names, "same_node": _flag}
 
 
 def read_table(
@@ -165,9 +208,18 @@ def line_numbers(text: str) -> dict[str, int]:
     """Numbers of the lines that begin tables, keys, and pairs in lists, by their dotted names."""
     found: dict[str, int] = {}
     table, name, pairs = "", "", 0
+    count: dict[str, int] = {}  # of tables in lists, which have numbers
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([\w.\s-]+?)\s*\]", line):
+        if several := re.match(r"\s*\[\[\s*([\w.\s-]+?)\s*\]\]", line):
+            table = several[1].replace(" ", "")
+            count[table] = count.get(table, 0) + 1
+            found.setdefault(table, number)
+            table = f"{table}.{count[table]}"
+            found.setdefault(table, number)
+        elif header := re.match(r"\s*\[\s*([\w.\s-]+?)\s*\]", line):
             table = header[1].replace(" ", "")
+            listed, _, key = table.partition(".")
+            table = f"{listed}.{count[listed]}.{key}" if listed in count and key else table
             found.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             name, pairs = f"{table}.{key[1]}" if table else key[1], 0

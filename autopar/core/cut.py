@@ -2,6 +2,7 @@
 
     length 10 on 4 ranks      balanced  0   3   6   8   10      as equal as can be
                               chunked   0   3   6   9   10      torch.chunk's, all that DTensor knows
+              shares 1:1:2:4  by_shares 0   1   2   5   10      as soon done as can be
 
 Several axes may split one dim, the major one first; the parts of a part are cut again by the same
 rule, so that giving an axis more or fewer of the minor axes never moves a major boundary.
@@ -9,9 +10,12 @@ rule, so that giving an axis more or fewer of the minor axes never moves a major
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 
 Cut = tuple[int, ...]
 Rule = Callable[[int, int], Cut]
@@ -50,6 +54,43 @@ def aligned(length: int, sizes: Sequence[int], unit: int) -> Cut:
     """
     units = nested(-(-length // unit), sizes, _longer_last)
     return tuple(min(bound * unit, length) for bound in units)
+
+
+def by_shares(length: int, shares: Sequence[Sequence[int]], unit: int = 1) -> Cut:
+    """Boundaries in multiples of `unit` rows by the shares of each axis, cut by shares[0] first."""
+    pieces = [(0, -(-length // unit))]
+    for each in shares:
+        pieces = [
+            (start + low, start + high)
+            for start, stop in pieces
+            for low, high in _pairs(_proportional(stop - start, each))
+        ]
+    return tuple(min(start * unit, length) for start, _ in pieces) + (length,)
+
+
+def _proportional(length: int, shares: Sequence[int]) -> Cut:
+    """The boundaries of which the most rows for a share are fewest; no part is empty if there are enough
+    rows. Rows are handed one by one to the part that has then least for its share, the first of such."""
+    total = sum(shares)
+    least = 1 if length >= len(shares) else 0
+    rows = [max(least, length * share // total) for share in shares]
+    while sum(rows) > length:
+        longer = (index for index, count in enumerate(rows) if count > least)
+        rows[max(longer, key=lambda index: Fraction(rows[index], shares[index]))] -= 1
+    waiting = [(Fraction(rows[index] + 1, share), index) for index, share in enumerate(shares)]
+    heapq.heapify(waiting)
+    for _ in range(length - sum(rows)):
+        _, index = waiting[0]
+        rows[index] += 1
+        heapq.heapreplace(waiting, (Fraction(rows[index] + 1, shares[index]), index))
+    return (0, *accumulate(rows))
+
+
+def most_for_a_share(cut: Cut, shares: Sequence[int]) -> float:
+    """Most rows that a part has for its share, where all shares together are as many as the parts: `longest`,
+    where these are equal."""
+    mean = sum(shares) / len(shares)
+    return max((high - low) * mean / share for (low, high), share in zip(_pairs(cut), shares, strict=True))
 
 
 def longest(cut: Cut) -> int:

@@ -14,6 +14,7 @@ class Parallelism(Enum):
     DOMAIN = "domain"
     FILTER = "filter"
     CHANNEL = "channel"
+    EXPERTS = "experts"
     MODEL = "model"
 
     def has(self, kind: Parallelism | None) -> bool:
@@ -23,7 +24,8 @@ class Parallelism(Enum):
         )
 
 
-PURE = tuple(kind for kind in Parallelism if kind is not Parallelism.MODEL)  # each shards one kind of factor
+# Each shards one kind of factor, which most models have; experts are a mixture's alone.
+PURE = tuple(kind for kind in Parallelism if kind not in (Parallelism.EXPERTS, Parallelism.MODEL))
 
 Force: TypeAlias = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
 # A layer's or an operator's name -> a factor, or None, for each axis.

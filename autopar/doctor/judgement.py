@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median_high
 from typing import Any
 
 from autopar.cluster import ClusterSpec, Link
@@ -17,6 +18,7 @@ LEAST_SHARED = (
 )
 LEAST_FREE = 1_000_000_000  # bytes for each rank: torch itself takes 300 MB
 FILES, FILES_A_RANK = 1_024, 16  # what a process opens, and connections to each other rank
+SLOW = 0.75  # of what others of its kind compute: a straggler, beside 0.9 among ranks of a quiet machine
 FAR_OFF = 3.0  # times by which a link may be slower than the cluster's file says
 
 
@@ -44,6 +46,8 @@ def of_meeting(meeting: Meeting, cluster: ClusterSpec) -> Iterator[Finding]:
     for name in ("autopar", "torch", "python"):
         yield from _versions(name, meeting.facts)
     yield from (_link(each, cluster) for each in meeting.links)
+    if len(meeting.rates) == world > 1:
+        yield _speeds(meeting.rates, cluster)
 
 
 def _hosts(ranks: Sequence[RankFacts]) -> str:
@@ -91,8 +95,8 @@ def _devices(ranks: Sequence[RankFacts], cluster: ClusterSpec) -> Finding:
         remedy = "install a build of torch for CUDA and the driver, or show the GPUs by CUDA_VISIBLE_DEVICES"
         return wrong("devices", found, remedy)
     kinds = sorted({each.device for each in ranks})
-    if len(kinds) > 1:
-        remedy = "plans take all devices for equal: a step is as fast as the slowest"
+    if len(kinds) > 1 and not cluster.groups:
+        remedy = "write [[groups]] into the cluster's file: else plans take all devices for equal"
         return warn("devices", f"different ones: {', '.join(kinds[:3])}", remedy)
     return ok("devices", here)
 
@@ -162,6 +166,26 @@ def _link(timed: TimedLink, cluster: ClusterSpec) -> Finding:
         return ok(what, found)
     remedy = "say in the cluster's file what a message gets, or look for a faster network device"
     return warn(what, f"{found}, where the cluster says {told}", remedy)
+
+
+def _speeds(rates: Sequence[float], cluster: ClusterSpec) -> Finding:
+    """How fast ranks compute beside what others of their kind do, as far as their groups say it."""
+    told = [cluster.groups[places[0]] for places in cluster.places]
+    kinds = [(group.device, group.described) for group in told] or [(cluster.device, None)] * len(rates)
+    plain = [rate / group.speed for rate, group in zip(rates, told, strict=True)] if told else rates
+    usual = {  # of two ranks the faster one tells what their kind does
+        kind: median_high([rate for rate, own in zip(plain, kinds, strict=True) if own == kind])
+        for kind in set(kinds)
+    }
+    parts = [rate / usual[kind] for rate, kind in zip(plain, kinds, strict=True)]
+    slow = [rank for rank, part in enumerate(parts) if part < SLOW]
+    least = min(range(len(parts)), key=lambda rank: parts[rank])
+    if not slow:
+        return ok("speeds", f"ranks compute alike, the slowest {parts[least]:.2f} of what its kind does")
+    found = ", ".join(f"rank {rank} {parts[rank]:.2f}" for rank in slow[:4])
+    speed = parts[least] * (told[least].speed if told else 1.0)
+    remedy = f"free it of what else runs there, or make it one of [[groups]] with speed = {speed:.2f}"
+    return warn("speeds", f"slower than others of their kind: {found} of what these do", remedy)
 
 
 def as_dicts(ranks: Sequence[RankFacts]) -> tuple[dict[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""Ranks meet in a store of torch.distributed, tell their facts, add up a number, and time links.
+"""Ranks meet in a store of torch.distributed, tell their facts, add up a number, time links, and compute.
 
     rank 0   facts ──┐                     ┌── sum over all ── 0 <-> 1, 0 <-> first rank of each other node
     rank 1   facts ──┼── store, until all ─┤
@@ -31,6 +31,8 @@ from autopar.torch_seams.collectives import PrefixStore, Store, TCPStore
 MEETING_SECONDS = 15.0  # in which all ranks must have come, and in which a message must arrive
 SMALL, LARGE = 16, 8 << 20  # bytes of the messages that give latency and bandwidth
 ROUNDS = {SMALL: 30, LARGE: 5}
+RATE_SECONDS = 0.5  # several periods of a quota of a core's time
+PRODUCT_ROWS = {"cpu": 256, "cuda": 4096}  # of a square matrix
 MOST_TIMED_NODES = 8  # whose links to the first node are timed
 
 
@@ -52,6 +54,7 @@ class Meeting:
     facts: tuple[RankFacts, ...]
     missing: tuple[int, ...] = ()
     links: tuple[TimedLink, ...] = ()
+    rates: tuple[float, ...] = ()  # products a second of each rank, all at the same time
     backend: str = ""
     failed: str = ""
 
@@ -77,10 +80,10 @@ def meet(cluster: ClusterSpec, seconds: float = MEETING_SECONDS) -> Meeting:
     if missing:
         return Meeting(rank, took, known, missing, backend=backend)
     try:
-        links = _connected(store, (rank, world), cluster, backend, seconds)
+        links, rates = _connected(store, (rank, world), cluster, backend, seconds)
     except (RuntimeError, OSError, ValueError) as cause:
         return Meeting(rank, took, known, backend=backend, failed=f"{backend}: {_words(cause)}")
-    return Meeting(rank, took, known, links=links, backend=backend)
+    return Meeting(rank, took, known, links=links, rates=rates, backend=backend)
 
 
 def _store(rank: int, world: int, seconds: float) -> Store:
@@ -116,8 +119,8 @@ def _words(cause: BaseException) -> str:
 
 def _connected(
     store: Store, place: tuple[int, int], cluster: ClusterSpec, backend: str, seconds: float
-) -> tuple[TimedLink, ...]:
-    """The links of rank 0, timed after a sum over all ranks has been right."""
+) -> tuple[tuple[TimedLink, ...], tuple[float, ...]]:
+    """The links of rank 0, timed after a sum over all ranks has been right, and how fast ranks compute."""
     rank, world = place
     dist.init_process_group(
         backend,
@@ -134,10 +137,29 @@ def _connected(
             raise ValueError(f"a sum of ranks is {total.item():g}, and not {world * (world - 1) / 2:g}")
         pairs = pairs_of(world, cluster.devices_per_node)
         timed = [TimedLink(pair, between, _timed(pair, device)) for pair, between in pairs if rank in pair]
-        dist.all_reduce(total)  # no rank leaves while another one measures
-        return tuple(timed) if rank == 0 else ()
+        dist.all_reduce(total)  # no rank leaves, and none computes, while another one measures
+        rates = _gathered(products_a_second(device), world, device)
+        return tuple(timed) if rank == 0 else (), rates
     finally:
         dist.destroy_process_group()
+
+
+def products_a_second(device: torch.device) -> float:
+    """Products of square matrices, by the clock: also of a process that gets a part of a core's time."""
+    size = PRODUCT_ROWS[device.type]
+    matrix, count = torch.randn(size, size, device=device), 0
+    matrix @ matrix
+    start = time.perf_counter()
+    while time.perf_counter() - start < RATE_SECONDS:
+        (matrix @ matrix).sum().item()
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def _gathered(rate: float, world: int, device: torch.device) -> tuple[float, ...]:
+    rates = torch.zeros(world, dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(rates, torch.tensor([rate], dtype=torch.float64, device=device))
+    return tuple(rates.tolist())
 
 
 def pairs_of(world: int, per_node: int) -> list[tuple[tuple[int, int], bool]]:

@@ -22,9 +22,10 @@ from autopar.explaining.asked import LEAST_ALTERNATIVES_SECONDS, SHARE_OF_REST, 
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, MOST_WAYS, WAYS_OF_SEVERAL_LAYERS, WAYS_SECONDS, Alternatives
-from autopar.explaining.what_if import read, what_if
+from autopar.explaining.what_if import more_of_groups, read, what_if
 from autopar.planning.links import link_notes
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.shares import PACE
 from autopar.results.explanation.explanation import Explanation, LayerChoices, Outcome
 from autopar.results.plan.plan import Plan
 from costdb.database import Database
@@ -66,7 +67,7 @@ def explained(
             what_if=others,
         )
     asked = waiting(asked, begun, seconds)
-    others = tuple(what_if(asked, text) for text in circumstances)
+    others = (*(what_if(asked, text) for text in circumstances), *more_of_groups(asked))
     alternatives, base, layers = solved_again(asked, plan, layer)
     return Explanation(
         name,
@@ -78,7 +79,10 @@ def explained(
         options=tuple(constraints.options(asked)),
         data_parallel=why_not(asked, plan),
         what_if=others,
-        notes=link_notes(asked.cluster, alternatives.problem.model.collectives),
+        notes=(
+            *link_notes(asked.cluster, alternatives.problem.model.collectives),
+            *(note for note in plan.notes if PACE in note),
+        ),
     )
 
 

@@ -24,7 +24,8 @@ def remedies(asked: AskedPlan, error: InfeasibleError) -> Iterator[Change]:
     found = [*options(asked), *_one(_micro_batches(asked)), *_one(_batches(asked))]
     if error.least is not None:
         found.append(what_if(asked, f"memory={error.least}B"))
-    found.append(what_if(asked, f"devices={2 * asked.cluster.num_devices}"))
+    if not asked.cluster.groups:
+        found.append(what_if(asked, f"devices={2 * asked.cluster.num_devices}"))
     yield from (each for each in found if each.outcome)
 
 

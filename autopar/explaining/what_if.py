@@ -26,6 +26,18 @@ def what_if(asked: AskedPlan, text: str) -> Change:
         return Change(text, None, reason_of(error))
 
 
+def more_of_groups(asked: AskedPlan) -> tuple[Change, ...]:
+    """The plan with one more of each unlike group, which says what that would give."""
+    cluster = asked.cluster
+    larger = [(group, cluster.with_more(number)) for number, group in enumerate(cluster.groups)]
+    what = "device" if cluster.nodes == 1 else "node"
+    return tuple(
+        replace(asked, cluster=spec).change(f"one more {what} of {group.name}")
+        for group, spec in larger
+        if spec is not None
+    )
+
+
 def read(text: str) -> dict[str, str]:
     """The circumstances that a text names; raises InputError for others."""
     found: dict[str, str] = {}

@@ -4,6 +4,7 @@ planner           plans the calls of one model: what is traced for the search, a
 search            the passes, from a traced graph to the best plan over all meshes
 first_plans       the plans that people run, made in seconds: the rows beside a plan, and what it must beat
 meshes            which meshes a plan may have
+shares            rows for unlike devices, by their speeds
 mesh_search       the best step on one mesh
 known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches

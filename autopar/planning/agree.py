@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, gpu_kind
 from autopar.core.graph import Call
 from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners, measure_portion
@@ -77,6 +77,14 @@ def unpacked(data: bytes) -> Call:
     """The call that was packed."""
     namespace, packet, overload, args, kwargs = pickle.loads(data)
     return Call(getattr(getattr(getattr(torch.ops, namespace), packet), overload), args, kwargs)
+
+
+def kinds_of_ranks(device_type: str) -> list[str]:
+    """Kind of each rank's device, in their order; collective."""
+    here = gpu_kind(torch.cuda.get_device_name()) if device_type == "cuda" else device_type
+    found = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    return found
 
 
 def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) -> None:

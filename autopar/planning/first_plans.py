@@ -30,6 +30,7 @@ from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
+from autopar.planning.shares import by_speed
 from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.program.solution import Solution, completed
 from autopar.solve.stages.step import Step, unstaged
@@ -43,6 +44,7 @@ def first_on_one_axis(
 ) -> tuple[MeshProblem, Step] | None:
     """The first plan of a graph on a mesh of as few axes as may be, and its problem; see `first_of`."""
     mesh = min(meshes_of(cluster, request), key=lambda each: len(each.shape))
+    mesh = by_speed([mesh], graph, cluster, model, request)[0]
     hop, cap = model.hop(cluster, 1), request.cap(cluster)
     problem = MeshProblem(graph, mesh, cluster, model, request, cap, hop)
     step = first_of(problem)

@@ -89,7 +89,7 @@ class MeshProblem:
             scheduled(kind, request.pipeline_ranks, stages_per_rank(kind), request.micro_batches)
             for kind in stageable(self.graph, request)
         ]
-        self.dims = dims_of(self.graph, self.mesh)
+        self.dims = dims_of(self.graph, self.mesh, self.request.imbalance)
         self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.plain_prices()
         self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
@@ -216,7 +216,7 @@ class MeshProblem:
             found, capped = self.hidden(ask, limits)
             bound = max(bound, capped)
         step = unstaged(self.quickest(found), count)
-        step = dataclasses.replace(step, bound=min(bound, step.seconds))
+        step = dataclasses.replace(step, bound=min(max(bound, step.calls), step.seconds))
         return self.unlike(step, found, ask) if step.gap > max(UNLIKE, self.request.gap) else step
 
     def quickest(self, found: Sequence[Solution]) -> Solution:

@@ -24,8 +24,9 @@ from autopar.planning.apart import error_of, interpolated_share, measured_share,
 from autopar.planning.asked.request import Request
 from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
+from autopar.planning.shares import pace_notes
 from autopar.planning.step_parts import step_parts
-from autopar.planning.training_notes import training_notes
+from autopar.planning.training_notes import host_notes, training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
@@ -122,8 +123,10 @@ def report(
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_reduced(graph, program),
+            *_expert_notes(layers, request.imbalance),
             *_notes(graph, step, request),
             *link_notes(cluster, prices.model.collectives),
+            *pace_notes(priced),
         ),
         pipeline=pipeline,
         stages=_stages(graph, step),
@@ -212,6 +215,13 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
     return (f"gradients of {count} cast weights are summed over ranks in {word}",)
 
 
+def _expert_notes(layers: Sequence[Layer], imbalance: float) -> tuple[str, ...]:
+    """What is expected of routers, where experts lie on several ranks."""
+    if all(Parallelism.EXPERTS.value not in layer.kinds for layer in layers):
+        return ()
+    return (f"the fullest rank of experts is expected to run {imbalance:g} of an even share (--imbalance)",)
+
+
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     """Notes on the cost of the user's own checkpoints, and on the scope of the gap with stages."""
     counted: tuple[str, ...] = ()
@@ -219,6 +229,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
         return ("the stages run one after the other; bytes are those of all of them together",)
     if request.training:
         counted = (*training_notes(graph), *checkpoint_notes(graph, step, request.recompute))
+    counted = (*counted, *host_notes(step, len(graph.operators), request.micro_batches))
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)

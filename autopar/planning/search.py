@@ -33,13 +33,14 @@ from autopar.planning.measured_first import PlanCalls, most_valuable
 from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
 from autopar.planning.meshes import meshes_of
 from autopar.planning.report import report
+from autopar.planning.shares import by_speed
 from autopar.planning.strategies_beside import one_device, strategies_beside, within_the_cap
 from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.program.solution import CutoffError, Solution
 from autopar.solve.stages.step import Step
-from autopar.units import show_seconds
+from autopar.units import show_bytes, show_seconds
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
@@ -138,6 +139,7 @@ def decide(
     meshes = meshes_of(cluster, request)
     _check_mesh(meshes, cluster)
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
+    meshes = by_speed(meshes, graph, cluster, model, request)
     hop = model.hop(whole, request.pipeline_ranks)
     cap = request.cap(cluster)
     deadline = after(request.time_limit) if deadline is None else deadline
@@ -146,7 +148,12 @@ def decide(
         problems = [MeshProblem(graph, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         return _best(problems, deadline, cutoff)
 
-    best = solved()
+    try:
+        best = solved()
+    except InfeasibleError as error:
+        if cluster.groups:
+            error.add_remedy(_least_of_groups(cluster))
+        raise
     for number in range(MEASURING_ROUNDS if request.measure and model.here else 0):
         if is_over(deadline):
             break
@@ -260,7 +267,13 @@ def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Requ
 
     Within a node all links are alike; what axes cut evenly they cut alike in any order.
     """
-    if cluster.nodes > 1 or atoms.scalings or request.pins or isinstance(request.force, tuple):
+    if (
+        cluster.nodes > 1
+        or cluster.groups
+        or atoms.scalings
+        or request.pins
+        or isinstance(request.force, tuple)
+    ):
         return meshes
     lengths = {length for dims in atoms.of.values() for parts in dims for length in parts}
     found: dict[object, Mesh] = {}
@@ -273,6 +286,15 @@ def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Requ
         even = all(length % size == 0 for size in set(subsets) for length in lengths if size <= length)
         found.setdefault(tuple(sorted(mesh.shape)) if even else mesh, mesh)
     return list(found.values())
+
+
+def _least_of_groups(cluster: ClusterSpec) -> str:
+    """A remedy for unlike devices, of which the one with least memory sets the cap."""
+    known = [group for group in cluster.groups if group.memory is not None]
+    if not known:
+        return "or leave out the group with least memory"
+    least = min(known, key=lambda group: group.memory or 0)
+    return f"or plan without group {least.name}, whose {show_bytes(least.memory or 0)} a device are the least"
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:

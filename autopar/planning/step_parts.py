@@ -2,7 +2,9 @@
 
 Without stages all is done one after the other, but for what hides behind compute (`StepCost`):
 
-    M (compute + recompute + communication + copies + ties) + sums + optimizer  =  step
+    M (compute + recompute + communication + copies + ties) + sums + optimizer + waits  =  step
+
+where a GPU waits for its host to call the operators.
 
 With stages the simulated step of the average rank is cut at its waits. A rank that computes nothing waits for
 its own gradient sums, for a message that is under way to it, or for a stage that still computes:
@@ -40,12 +42,13 @@ def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
         copies = sum(wait_seconds(priced))
         rest = step.cost.micro_batch - repeated.total - copies
         each = replace(repeated, communication=max(0.0, rest), copies=copies)
-        return replace(
+        found = replace(
             scaled(each, pipeline.micro_batches),
             sums=step.cost.exposed,
             optimizer=step.cost.update,
             hidden=step.cost.hidden + pipeline.micro_batches * step.cost.beside,
         )
+        return replace(found, waits=step.calls - found.total) if step.calls > found.total else found
     return staged_parts(
         scaled(repeated, pipeline.micro_batches / pipeline.ranks),
         simulate(order_of(pipeline), step.cut.stages),

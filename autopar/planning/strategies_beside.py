@@ -6,11 +6,13 @@ They say what the plan gains. A row says why its strategy has no plan, or why it
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopar.cluster import ClusterSpec
 from autopar.core.deadline import is_over
 from autopar.core.force import PURE, Parallelism
 from autopar.core.mesh import Mesh
+from autopar.cost.machine.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
@@ -77,16 +79,26 @@ def within_the_cap(
 
 
 def one_device(problem: MeshProblem, cluster: ClusterSpec, deadline: float | None) -> Alternative | None:
-    """The step on one device of the cluster, with as many micro-batches; None if the cluster has no more."""
+    """The step on one device of the cluster, the fastest of unlike ones, with as many micro-batches; None if
+    the cluster has no more."""
     if cluster.num_devices == 1:
         return None
-    alone = cluster.stage(cluster.num_devices)
-    shared = problem.model.contention / cluster.devices_per_node
+    numbers = range(len(cluster.groups))
+    kinds = [(cluster.of_group(each), problem.model.of_group(each)) for each in numbers]
+    rows = [_alone(problem, *kind, deadline) for kind in kinds or [(cluster, problem.model)]]
+    return min(rows, key=lambda row: math.inf if row.step_seconds is None else row.step_seconds)
+
+
+def _alone(
+    problem: MeshProblem, cluster: ClusterSpec, model: CostModel, deadline: float | None
+) -> Alternative:
+    """The step on one of like devices."""
+    shared = model.contention / model.slowdown / cluster.devices_per_node
     serial = MeshProblem(
         problem.graph,
         Mesh((1,)),
-        alone,
-        dataclasses.replace(problem.model, contention=max(1.0, shared)),
+        cluster.stage(cluster.num_devices),
+        dataclasses.replace(model, contention=model.slowdown * max(1.0, shared)),
         Request(
             training=problem.request.training,
             optimizer=problem.request.optimizer,

@@ -1,5 +1,5 @@
 """What a plan notes of a step that trains nothing, or otherwise than was meant: eager training says it later,
-by an error in backward, or by a loss that isn't a number."""
+by an error in backward, or by a loss that isn't a number; and of one in which a GPU waits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from autopar.core.graph import Graph, InputKind
+from autopar.solve.stages.step import Step
+from autopar.units import show_seconds
 
 
 def training_notes(graph: Graph) -> Iterator[str]:
@@ -18,6 +20,16 @@ def training_notes(graph: Graph) -> Iterator[str]:
         yield "nothing to train: no parameter of the model that forward uses requires a gradient"
     elif graph.loss is not None and not graph.specs[graph.loss].requires_grad:
         yield "nothing to train: no parameter that learns reaches the loss"
+
+
+def host_notes(step: Step, operators: int, micro_batches: int) -> Iterator[str]:
+    """A note where a GPU waits for its host, with what would help."""
+    if step.calls and step.seconds <= step.calls:
+        larger = "micro-batches" if micro_batches > 1 else "batches"
+        yield (
+            f"the host is the limit: to call {operators} operators, forward and backward, takes it "
+            f"{show_seconds(step.cost.calls)}, longer than their kernels: compile, or take larger {larger}"
+        )
 
 
 def weight_notes(model: nn.Module) -> tuple[str, ...]:

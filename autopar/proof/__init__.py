@@ -13,6 +13,7 @@ ranks       all ranks' programs, interpreted in step in one process
 simulated   what every operator of the runtime means there
 pipeline    stages and micro-batches there, in any schedule
 processes   the same on real processes
+updates     a rule of updates on processes, against its reference
 operators   one generic proof for every operator
 declared    the same of an operator that a user has declared
 """

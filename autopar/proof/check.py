@@ -45,6 +45,7 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.processes import Disagreement, TrainingJob, trace_lengths, train_on_processes
+from autopar.proof.updates import UpdatesReport, prove_updates
 from autopar.proof.verdict import TOLERANCE, Record, Verdict, judge
 from autopar.proof.verify import (
     accumulate_eagerly,
@@ -67,6 +68,7 @@ from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.reads.attribute_reads import recording
 from autopar.trace.target import Target
+from autopar.updates.rules import UpdateRule
 from costdb.database import Database
 
 CASTS = 8  # that are named of those that were raised
@@ -247,6 +249,27 @@ def check(
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
     low = program_in_low_precision(target, traced, plan, autocast, steps=steps)
     return Report(plan, verdict, request.force, changes_tried=tried, low=low)
+
+
+def check_updates(
+    target: Target,
+    cluster: ClusterSpec,
+    rule: UpdateRule,
+    islands: int,
+    request: Request,
+    island: ClusterSpec,
+    *,
+    steps: int,
+    database: Database | None,
+) -> UpdatesReport:
+    """Plan an `island` of the cluster, and prove the rule on processes against its reference."""
+    check_input(target, cluster, steps=steps, processes=True, micro_batches=request.micro_batches)
+    request = replace(request, outputs=Outputs.GLOBAL)
+    traced = trace_whole(target, request, request.autocast(island))
+    _check_loss(target, traced)
+    plan = _plan(traced.graph, island, request, database, None)
+    job = _job(target, traced, plan, island, request, steps)
+    return prove_updates(target, job, rule, cluster, islands, traced.arguments)
 
 
 def _check_pipeline(

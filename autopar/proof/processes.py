@@ -29,7 +29,7 @@ from autopar.results.plan.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.trace.call.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
 from autopar.trace.forward.autocast import Autocast
@@ -73,7 +73,15 @@ def train_rank(job: TrainingJob) -> tuple[Record | None, Disagreement]:
     """One rank's part of the training."""
     worker.init(job.cluster.device_type)
     job.cluster.check_world(dist.get_world_size())
-    target = load_target(job.source)
+    parallel, traced = parallel_of(load_target(job.source), job)
+    with float64_by_default():
+        record = train(parallel, traced, job)
+    found = disagreement(record, runner_of(parallel).device)
+    return (record if dist.get_rank() == 0 else None), found
+
+
+def parallel_of(target: Target, job: TrainingJob) -> tuple[ParallelModule, Traced]:
+    """The target as a rank of its cluster runs it, in float64 and by the job's plan, and its graph."""
     _copy_state(job.state, target.model)
     traced, shorter = _raised(target, job)
     compiler = Compiler(
@@ -96,10 +104,7 @@ def train_rank(job: TrainingJob) -> tuple[Record | None, Disagreement]:
     )
     if job.request.compile:
         parallel.compile()
-    with float64_by_default():
-        record = train(parallel, traced, job)
-    found = disagreement(record, compiler.device())
-    return (record if dist.get_rank() == 0 else None), found
+    return parallel, traced
 
 
 def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:

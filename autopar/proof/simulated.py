@@ -260,6 +260,29 @@ def _attended(rank: Arguments, key: Tensor, value: Tensor) -> Tensor:
     return attended
 
 
+def _expert_counts(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """For each rank the numbers of rows that all send to its experts."""
+    sent = [torch.split(rank["sent"], list(rank["lengths"])) for rank in ranks]
+    return [torch.cat([each[me] for each in sent]) for me in range(len(ranks))]
+
+
+def _travel(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Rows to the ranks that own their experts, or back from these."""
+    moved = [_rows_between(rank) for rank in ranks]
+    parts = [
+        torch.split(rank["x"], [there if rank["back"] else here for here, there in zip(*each, strict=True)])
+        for rank, each in zip(ranks, moved, strict=True)
+    ]
+    return [torch.cat([each[me] for each in parts]) for me in range(len(ranks))]
+
+
+def _rows_between(rank: Arguments) -> tuple[list[int], list[int]]:
+    """The rows that a rank sends to each other, and gets of each."""
+    lengths = list(rank["lengths"])
+    got = rank["got"].chunk(len(lengths))
+    return [int(each.sum()) for each in rank["sent"].split(lengths)], [int(each.sum()) for each in got]
+
+
 def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Serial batch norm of all samples; each rank's own weight and bias; buffers updated once."""
     xs, one = _tensors(ranks), ranks[0]
@@ -328,6 +351,8 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "batch_norm": _batch_norm,
     "ring_attention": _ring_attention,
     "merged_attention": _merged_attention,
+    "expert_counts": _expert_counts,
+    "travel": _travel,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

@@ -253,6 +253,6 @@ def _deferred_keys(deferred: Mapping[str, DeferredSync]) -> set[str]:
 
 
 def _group_keys(graph: fx.Graph) -> set[str]:
-    """Every group key that the program names."""
+    """Every group key that the program names, but that of no axis: a rank by itself."""
     arguments = (item for node in graph.nodes if node.op == "call_function" for item in node.args)
-    return {item for item in arguments if isinstance(item, str) and "@" in item}
+    return {item for item in arguments if isinstance(item, str) and "@" in item[1:]}

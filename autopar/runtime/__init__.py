@@ -6,6 +6,7 @@ parameters    its parameters, and the sums of their gradients
 execute       programs and pipeline stages, run
 compiled      programs by torch.compile
 saved         what autograd saves for backward, or does not
+islands       parts of a cluster that learn together by a rule of updates
 collectives   moves between placements, and operators that communicate
 sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.torch_seams.autograd import any_requires_grad
-from autopar.torch_seams.modes import below_autograd
+from autopar.torch_seams.autograd import any_requires_grad, profiler_enabled
+from autopar.torch_seams.modes import below_autograd, num_dispatch_modes
 from autopar.torch_seams.schemas import short_name
 
 NAMESPACE = "autopar"
@@ -34,6 +34,7 @@ _library = _Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _KERNEL = "CompositeExplicitAutograd"
 _IN_TURN = "_in_turn"  # ends the names of twins
+EAGER = "eager"  # the attribute of an operator that programs call which aren't compiled
 
 
 @dataclass(slots=True)
@@ -54,6 +55,13 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.autopar, name).default
 
 
+def eager(name: str) -> Callable[..., Any]:
+    """What the registered operator does, past torch's dispatcher, which takes twice as long as a small one's
+    work; the operator itself where it has no derivative."""
+    overload = operator(name)
+    return getattr(overload, EAGER, overload)  # type: ignore[no-any-return]
+
+
 def functional(
     name: str,
     schema: str,
@@ -72,21 +80,29 @@ def functional(
     define(name, schema, kernel, shape=shape)
     if not is_local:
         keep_order(name, schema, kernel, shape=shape)
-    _library.impl(name, _differentiable(name, setup, backward or _refusal(name)), "Autograd")
+    run = _differentiable(name, kernel, setup, backward or _refusal(name))
+    _library.impl(name, run, "Autograd")
+    setattr(operator(name), EAGER, _unless_profiled(run, operator(name)))
 
 
 def _differentiable(
-    name: str, setup: Callable[..., None] | None, slope: Callable[..., Any]
+    name: str,
+    kernel: Callable[..., Any],
+    setup: Callable[..., None] | None,
+    slope: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Make the autograd kernel of an operator. torch's own `register_autograd` looks through the schema at
     each call for arguments that were left out, of which these operators have none: 0.1 ms for ten of them."""
     overload = operator(name)
 
+    def below(*args: Any) -> Any:
+        with below_autograd():
+            return kernel(*args) if _is_real(args[0]) else overload(*args)
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with below_autograd():
-                result = overload(*args)
+            result = below(*args)
             if setup is not None:
                 setup(ctx, args, result)
             return result
@@ -98,10 +114,23 @@ def _differentiable(
     def run(*args: Any) -> Any:
         if torch.is_grad_enabled() and any_requires_grad(*args):
             return apply(*args)
-        with below_autograd():
-            return overload(*args)
+        return below(*args)
 
     return run
+
+
+def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., Any]:
+    """Like `run`; through the dispatcher while a profiler notes what goes there."""
+
+    def eager(*args: Any) -> Any:
+        return overload(*args) if profiler_enabled() else run(*args)
+
+    return eager
+
+
+def _is_real(tensor: Any) -> bool:
+    """Whether a tensor has values, and nothing but a kernel is to see it."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta and not num_dispatch_modes()
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -19,7 +19,8 @@ that meet again agree, and a window never needs more than kernel - 1 rows of oth
 Boundaries that the strides divide need fewer rows, or none where the window is as wide as its
 stride, so the fine cut keeps to a multiple of the strides as far as that leaves the ranks even. A
 component too short for its share of the boundaries has a cut of its own, and the exchange that
-fetches the window's rows moves the difference.
+fetches the window's rows moves the difference. Where the mesh gives its ranks shares, rows are cut by these;
+what weights have in common is cut evenly.
 
 **Tables.** Edges in the order of their destinations are cut where these are, whatever their number:
 
@@ -32,6 +33,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -40,7 +42,20 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
+from autopar.core.costs import IMBALANCE
+from autopar.core.cut import (
+    Cut,
+    aligned,
+    balanced,
+    by_shares,
+    chunked,
+    has_empty,
+    longest,
+    longest_place,
+    most_for_a_share,
+    nested,
+    part,
+)
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
@@ -50,6 +65,7 @@ from autopar.core.strategy import Option
 Dim = tuple[str, int]  # tensor, dim
 Atom = tuple[str, int, int]  # tensor, dim, atom
 Group = tuple[Dim | int, ...]
+Ways = tuple[int | tuple[int, ...], ...]  # of each axis its size, or its shares
 
 # How much longer than an even share a part may be for the sake of aligned boundaries. Ranks that
 # wait lose this share of every operator at that size; an exchange of a few rows is cheaper.
@@ -192,10 +208,10 @@ class Dims:
     """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
     operator then offers, by the sign that equal ones share, which strategies.py fills."""
 
-    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
-        self.graph, self.atoms, self.mesh = graph, atoms, mesh
+    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh, imbalance: float = IMBALANCE) -> None:
+        self.graph, self.atoms, self.mesh, self.imbalance = graph, atoms, mesh, imbalance
         self._subsets = [
-            tuple(mesh.shape[axis] for axis in axes)
+            axes
             for count in range(1, len(mesh.shape) + 1)
             for axes in itertools.combinations(mesh.axes, count)
         ]
@@ -207,9 +223,10 @@ class Dims:
             for atom in range(len(parts))
         }
         self._weights = weights
-        self._cuts: dict[tuple[Atom, tuple[int, ...]], Cut] = {}
+        self._cuts: dict[tuple[Atom, Ways], Cut] = {}
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
-        self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
+        self._largest: dict[tuple[str, Layout, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        self.among: tuple[tuple[int, ...], ...] = ()  # coordinates of ranks, () for all
         self._legal: dict[tuple[str, Layout], bool] = {}
         self.options: dict[int, tuple[Option, ...]] = {}
         self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
@@ -253,9 +270,9 @@ class Dims:
                 continue
             self._anchors[component] = (base, scale, unit)
             if component != base and any(
-                has_empty(self.cut(component, sizes))
-                for sizes in self._subsets
-                if math.prod(sizes) <= self._length(component)
+                has_empty(self.cut(component, axes))
+                for axes in self._subsets
+                if self._count(axes) <= self._length(component)
             ):
                 del self._anchors[component]
             self._cuts.clear()
@@ -279,7 +296,7 @@ class Dims:
             if not whole or taken or output in self._followed(base):
                 continue
             self._tables[output] = base, table
-            if not all(self._is_even(output, sizes) for sizes in self._subsets):
+            if not all(self._is_even(output, axes) for axes in self._subsets):
                 del self._tables[output]
             self._cuts.clear()
 
@@ -295,13 +312,13 @@ class Dims:
             found.add(component)
         return found
 
-    def _is_even(self, component: Atom, sizes: tuple[int, ...]) -> bool:
+    def _is_even(self, component: Atom, axes: tuple[int, ...]) -> bool:
         """Whether no part is much longer than its share."""
-        length, parts = self._length(component), math.prod(sizes)
+        length, parts = self._length(component), self._count(axes)
         base, _ = self._tables[component]
         if parts > min(length, self._length(base)):
             return True  # of so few rows there is no such cut at all
-        return longest(self.cut(component, sizes)) <= MOST_EDGE_SHARES * -(-length // parts)
+        return self._longest(self.cut(component, axes), axes) <= MOST_EDGE_SHARES * -(-length // parts)
 
     def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
         """The largest common stride whose multiples still cut `length` rows evenly."""
@@ -309,17 +326,42 @@ class Dims:
         unit = 1
         for scale in sorted(scales, reverse=True):
             wanted = math.lcm(unit, scale.denominator)
-            cut = aligned(length, self.mesh.shape, wanted)
-            if not has_empty(cut) and longest(cut) <= even * (1 + UNEVEN):
+            cut = self._cut_rows(length, self.mesh.axes, wanted)
+            if not has_empty(cut) and self._longest(cut, self.mesh.axes) <= even * (1 + UNEVEN):
                 unit = wanted
         return unit
 
-    def cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
-        """Boundaries, in the atom's own elements, of prod(sizes) parts."""
-        key = (component, sizes)
+    def cut(self, component: Atom, axes: tuple[int, ...]) -> Cut:
+        """Boundaries, in the atom's own elements, of the parts on these axes."""
+        key = (component, self._ways(axes))
         if key not in self._cuts:
-            self._cuts[key] = self._make_cut(component, sizes)
+            self._cuts[key] = self._make_cut(component, axes)
         return self._cuts[key]
+
+    def _ways(self, axes: tuple[int, ...]) -> Ways:
+        """What cuts follow from: axes of as many ranks with equal shares cut alike."""
+        shape, shares = self.mesh.shape, self.mesh.shares
+        return tuple((shares[axis] if shares else ()) or shape[axis] for axis in axes)
+
+    def _shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.mesh.shape[axis] for axis in axes)
+
+    def _count(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self._shape(axes))
+
+    def _longest(self, cut: Cut, axes: tuple[int, ...]) -> float:
+        """Rows of the longest part; where ranks have shares, for its share."""
+        if not self.mesh.shares:
+            return longest(cut)
+        shares = itertools.product(*map(self.mesh.shares_of, axes))
+        return most_for_a_share(cut, list(map(math.prod, shares)))
+
+    def _cut_rows(self, length: int, axes: tuple[int, ...], unit: int) -> Cut:
+        """Boundaries in multiples of `unit` rows, even or by the ranks' shares."""
+        if any(self.mesh.shares[axis] for axis in axes if self.mesh.shares):
+            return by_shares(length, tuple(map(self.mesh.shares_of, axes)), unit)
+        sizes = self._shape(axes)
+        return aligned(length, sizes, unit) if unit > 1 else nested(length, sizes, balanced)
 
     def way_of_cutting(self, component: Atom) -> object:
         """A key that is equal for components that are cut alike on one mesh, by whatever sizes; also of other
@@ -336,20 +378,20 @@ class Dims:
         followed = self._length(base), base in self._weights, *way
         return self._length(component), component in self._weights, followed
 
-    def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
+    def _make_cut(self, component: Atom, axes: tuple[int, ...]) -> Cut:
         length = self._length(component)
         if component in self._tables:
             owner, table = self._tables[component]
-            return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
+            return tuple(table.starts[torch.tensor(self.cut(owner, axes))].tolist())
         base, scale, unit = self._anchors.get(component, (component, Fraction(1), 1))
         if base != component:
-            fine = self.cut(base, sizes)
+            fine = self.cut(base, axes)
             return tuple(min(length, math.ceil(bound * scale)) for bound in fine[:-1]) + (length,)
-        subsets = [subset for subset in self._subsets if math.prod(subset) <= length]
-        chunk = component in self._weights and not any(
-            has_empty(nested(length, subset, chunked)) for subset in subsets
-        )
-        if chunk:
+        if component not in self._weights:
+            return self._cut_rows(length, axes, unit)
+        subsets = [subset for subset in self._subsets if self._count(subset) <= length]
+        sizes = self._shape(axes)
+        if not any(has_empty(nested(length, self._shape(subset), chunked)) for subset in subsets):
             return nested(length, sizes, chunked)
         return aligned(length, sizes, unit) if unit > 1 else nested(length, sizes, balanced)
 
@@ -376,27 +418,24 @@ class Dims:
             dims = self.atoms.of[name]
             if shard.dim >= len(dims) or shard.atom >= len(dims[shard.dim]):
                 return False
-            sizes = self._sizes(shard, layout)
-            if math.prod(sizes) > dims[shard.dim][shard.atom]:
+            axes = self._axes(shard, layout)
+            if self._count(axes) > dims[shard.dim][shard.atom]:
                 return False
             component = self.component(name, shard)
-            if component not in self._tables and has_empty(self.cut(component, sizes)):
+            if component not in self._tables and has_empty(self.cut(component, axes)):
                 return False
         return True
 
     def _axes(self, shard: Shard, layout: Layout) -> tuple[int, ...]:
         return tuple(axis for axis, placement in enumerate(layout) if placement == shard)
 
-    def _sizes(self, shard: Shard, layout: Layout) -> tuple[int, ...]:
-        return tuple(self.mesh.shape[axis] for axis in self._axes(shard, layout))
-
     def rows(self, name: str, shard: Shard, layout: Layout, coordinate: Sequence[int]) -> tuple[int, int]:
         """The elements [start, stop) of the atom that the rank at `coordinate` owns."""
         axes = self._axes(shard, layout)
         if not axes:
             return 0, self.atoms.of[name][shard.dim][shard.atom]
-        cut = self.cut(self.component(name, shard), self._sizes(shard, layout))
-        return part(cut, self._sizes(shard, layout), [coordinate[axis] for axis in axes])
+        cut = self.cut(self.component(name, shard), axes)
+        return part(cut, self._shape(axes), [coordinate[axis] for axis in axes])
 
     def local_atoms(self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The local length of every atom of `dim`."""
@@ -418,16 +457,26 @@ class Dims:
             self._shapes[key] = tuple(shape)
         return self._shapes[key]
 
+    def seen_by(self, places: Sequence[tuple[int, ...]]) -> Dims:
+        """Dims with the same cuts, whose largest part is sought among the ranks at `places` alone."""
+        seen = copy(self)
+        seen.among = tuple(places)
+        return seen
+
     def largest(self, name: str, layout: Layout) -> tuple[int, ...]:
         """The coordinate of a rank with the largest part; 0 on axes that don't split the tensor."""
-        key = (name, layout)
+        key = (name, layout, self.among)
+        if key not in self._largest and self.among:
+            self._largest[key] = max(
+                self.among, key=lambda place: math.prod(self.local_shape(name, layout, place))
+            )
         if key not in self._largest:
             coordinate = [0] * len(layout)
             for shard in {placement for placement in layout if isinstance(placement, Shard)}:
-                sizes = self._sizes(shard, layout)
-                place = longest_place(self.cut(self.component(name, shard), sizes))
-                for axis, size in zip(reversed(self._axes(shard, layout)), reversed(sizes), strict=True):
-                    place, coordinate[axis] = divmod(place, size)
+                axes = self._axes(shard, layout)
+                place = longest_place(self.cut(self.component(name, shard), axes))
+                for axis in reversed(axes):
+                    place, coordinate[axis] = divmod(place, self.mesh.shape[axis])
             self._largest[key] = tuple(coordinate)
         return self._largest[key]
 

@@ -11,7 +11,6 @@ is wider than a shard.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,12 +87,7 @@ def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
 
 def places_along(site: Site, factor: str) -> Iterator[tuple[int, ...]]:
     """The coordinates of the ranks that share the dim of `factor`, in order."""
-    axes = site.axes(factor)
-    for indices in itertools.product(*(range(site.mesh.shape[axis]) for axis in axes)):
-        place = list(site.coordinate)
-        for axis, index in zip(axes, indices, strict=True):
-            place[axis] = index
-        yield tuple(place)
+    return site.mates(site.axes(factor))
 
 
 def place_along(site: Site, factor: str) -> int:

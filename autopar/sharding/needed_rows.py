@@ -26,7 +26,12 @@ from autopar.sharding.rule import Handle, Site
 NEEDED = "r"  # the factor of which each rank fetches the rows that it reads
 KEYS = "k"  # the factor of keys that are split alone, of which each rank's results are merged
 RING = "ring"  # the factor of queries and keys that are split alike: the keys of all come to each rank
-FETCHED = frozenset((NEEDED, RING))  # ranks have rows of others by them: samples along them aren't apart
+EXPERTS = "experts"  # the factor of experts to which rows travel
+OWN = "own"  # the factor of experts of which each rank runs its own on the rows that all have
+AT_RUN_TIME = frozenset((EXPERTS, OWN))  # sizes of a rank's tensors by them are known at run time alone
+FETCHED = frozenset(
+    (NEEDED, RING, EXPERTS)
+)  # ranks have rows of others by them: samples along them aren't apart
 Made = TypeVar("Made")
 Rows = tuple[int, int]  # [first, stop)
 Reads = Callable[[Sequence[int]], Tensor]  # the rows, rising, that the rank at a coordinate reads

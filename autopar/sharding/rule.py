@@ -13,8 +13,9 @@ names it.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -156,6 +157,14 @@ class Site(Instance):
 
     def key(self, axes: Iterable[int]) -> str:
         return self.mesh.key(axes)
+
+    def mates(self, axes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """The coordinates of the ranks that differ from this one along `axes` alone, in order."""
+        chosen = set(axes)
+        sizes = enumerate(self.mesh.shape)
+        return itertools.product(
+            *(range(size) if axis in chosen else (self.coordinate[axis],) for axis, size in sizes)
+        )
 
     def value_of(self, operand: int) -> torch.Tensor | None:
         """The value of an operand that is a constant of the graph."""

@@ -23,6 +23,7 @@ wrappers            what shards or replicates a model
 pipelining          stages and schedules, by public names
 receive_buffers     what stages receive, by versions of torch
 launching           the agent that starts and ends ranks
+islands             process groups between ranks of different worlds
 collectives         stores, and collectives by the names of each version
 devices             what a device does beside
 inductor            passes over graphs that are about to be compiled

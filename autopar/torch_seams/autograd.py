@@ -21,6 +21,9 @@ with required():
     any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
     """Whether some argument is a tensor that requires a gradient; in C, as each collective asks it."""
 
+    profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    """Whether a profiler notes operators."""
+
     queue_callback: Callable[[Callable[[], None]], None]
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     """Have the engine call a function as the backward that runs now ends."""

@@ -27,6 +27,9 @@ with required():
     below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
     """Within, an operator's kernel is called, past its derivative."""
 
+    num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    """How many modes look on at operators below their derivatives, torch's own for traces among them."""
+
     without_any_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
     """Within, nothing is cast on any device, whatever the state that Python reads."""
 

@@ -33,6 +33,13 @@ with required():
     TensorBase: type[Any] = torch._C.TensorBase
     """The class in C that has most methods and properties of tensors."""
 
+    copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+    """Copy tensors, the second list into the first, by one call."""
+
+    unflattened: Callable[[Tensor, list[Tensor]], list[Tensor]]
+    unflattened = torch._C._nn.unflatten_dense_tensors
+    """Views of a vector of the shapes of tensors, one after the other; those without elements lose theirs."""
+
     _num_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 TENSOR_FILE: str = torch._tensor.__file__
@@ -47,6 +54,9 @@ TENSOR_HOOKS = {
 }
 """The attributes that hold a parameter's hooks, and what messages call these."""
 
+HOOKS_OF_TENSOR: Callable[[Tensor], tuple[Any, ...]] = attrgetter(*TENSOR_HOOKS)
+"""A tensor's own hooks, or None, under each of these names."""
+
 # No tensor is made for it: this may be imported in any mode, and inference tensors have no version.
 for _name in ("_version", *TENSOR_HOOKS):
     expect(hasattr(Tensor, _name), f"Tensor.{_name}")
@@ -60,4 +70,4 @@ def num_uses(tensor: Tensor) -> int:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a parameter has hooks of the user's, which a program that reads its leaf wouldn't call."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(HOOKS_OF_TENSOR(tensor))

@@ -11,6 +11,7 @@ forms                graph to graph: calls in forms that rules know
 forward              how forward runs while it is traced: what Python asks, draws, checks and refuses
 values               what is known of values while forward runs
 attention            attention of some rows with some keys, in blocks
+experts              experts of a mixture as one operator
 backwards            functions and hooks with a backward of their own
 write                the exported graph written down as operators that assign each tensor once
 rewrites             graph to graph: patterns of operators rewritten as ones that split

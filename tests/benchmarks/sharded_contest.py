@@ -239,15 +239,9 @@ def _after_backward(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @contextmanager
 def _held() -> Iterator[None]:
-    add = Sums.add
-
-    def held(self: Sums, index: int, gradient: Tensor, *, fresh: bool) -> None:
-        if index not in self._arrived:
-            self._waiting[self._place[index][0]] += 1  # so that no bucket is ever full
-        add(self, index, gradient, fresh=fresh)
-
-    Sums.add = held  # type: ignore[method-assign]
+    is_full = Sums._is_full
+    Sums._is_full = lambda self, number: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Sums.add = add  # type: ignore[method-assign]
+        Sums._is_full = is_full  # type: ignore[method-assign]

@@ -8,7 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.core.cut import aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
+from autopar.core.cut import (
+    aligned,
+    balanced,
+    by_shares,
+    chunked,
+    has_empty,
+    longest,
+    longest_place,
+    most_for_a_share,
+    nested,
+    part,
+)
 
 LENGTHS = st.integers(0, 60)
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -19,6 +30,7 @@ def test_the_drawing_in_the_docstring() -> None:
     assert balanced(10, 4) == (0, 3, 6, 8, 10)
     assert chunked(10, 4) == (0, 3, 6, 9, 10)
     assert aligned(10, (2,), 4) == (0, 4, 10)
+    assert by_shares(10, [(1, 1, 2, 4)]) == (0, 1, 2, 5, 10)
 
 
 def test_of_the_longest_parts_an_inner_one_stands_for_all() -> None:
@@ -72,6 +84,37 @@ def test_every_row_has_one_owner(
     places = itertools.product(*(range(size) for size in sizes[:depth]))
     rows = [row for place in places for row in range(*part(cut, sizes, place))]
     assert rows == list(range(length))
+
+
+SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@given(st.integers(1, 14), SHARES)
+def test_no_cut_without_empty_parts_has_fewer_rows_for_a_share(length: int, shares: list[int]) -> None:
+    cut = by_shares(length, [shares])
+    others = itertools.combinations_with_replacement(range(length + 1), len(shares) - 1)
+    cuts = [(0, *inner, length) for inner in others]
+    full = [each for each in cuts if not has_empty(each)] or cuts
+    assert cut in full
+    assert most_for_a_share(cut, shares) == min(most_for_a_share(each, shares) for each in full)
+
+
+@given(LENGTHS, SIZES)
+def test_equal_shares_cut_evenly(length: int, sizes: tuple[int, ...]) -> None:
+    shares = [(3,) * size for size in sizes]
+    assert by_shares(length, shares) == nested(length, sizes, balanced)
+    cut = balanced(length, sizes[0])
+    assert most_for_a_share(cut, shares[0]) == longest(cut)
+
+
+@given(LENGTHS, st.lists(SHARES, min_size=1, max_size=3), st.integers(1, 9))
+def test_cuts_by_shares_nest_in_multiples_of_the_unit(
+    length: int, shares: list[list[int]], unit: int
+) -> None:
+    cut = by_shares(length, shares, unit)
+    assert cut[0] == 0 and cut[-1] == length and list(cut) == sorted(cut)
+    assert all(bound % unit == 0 or bound == length for bound in cut)
+    assert cut[:: len(cut[:-1]) // len(shares[0])] == by_shares(length, shares[:1], unit)
 
 
 def test_empty_parts_are_seen() -> None:

@@ -43,7 +43,36 @@ def test_a_group_key_says_mesh_and_axes(mesh: Mesh, data: st.DataObject) -> None
     assert parse_key(mesh.key(axes)) == (mesh, axes)
 
 
-@pytest.mark.parametrize("text", ["", "2x", "0", "2x-1", "2x2x2x2", "two"])
+SHARES = st.lists(
+    st.sampled_from([(), (1, 2), (2, 2), (1, 3, 5), (7,) * 4, (4, 4, 2)]), min_size=1, max_size=3
+)
+
+
+@given(SHARES)
+def test_a_mesh_with_shares_is_read_as_it_is_written(shares: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(tuple(len(each) or 2 for each in shares), tuple(shares))
+    assert Mesh.parse(str(mesh)) == mesh
+    assert mesh.even == Mesh(mesh.shape) and (mesh == mesh.even) == (not mesh.shares)
+    for axis, each in enumerate(shares):
+        ours, total = mesh.shares_of(axis), sum(each) or mesh.shape[axis]
+        assert [share / sum(ours) for share in ours] == [share / total for share in each or (1,) * len(ours)]
+    assert mesh.key(mesh.axes) == mesh.even.key(mesh.axes)
+
+
+def test_shares_are_written_in_least_terms_and_runs() -> None:
+    assert str(Mesh((2, 2), ((50, 100), ()))) == "1:2x2" and str(Mesh((2,), ((3, 3),))) == "2"
+    assert str(Mesh.parse("2*12:6*4")) == "1*12:3*4" and Mesh.parse("1*12:3*4").shape == (16,)
+
+
+def test_shares_of_other_ranks_are_refused() -> None:
+    for shares in (((1, 2, 3),), ((1, 0),), ((1, 2), ()), ((1, 2_000_000),)):
+        with pytest.raises(InputError, match="shares"):
+            Mesh((2,), shares)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2x", "0", "2x-1", "2x2x2x2", "two", "1:", ":2", "1:0", "1:-2", "1*0:0*2", "1*999999999:2"]
+)
 def test_what_is_no_mesh_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="mesh"):
         Mesh.parse(text)

@@ -95,7 +95,7 @@ def flags() -> frozenset[str]:
 @cache
 def flags_of_benchmarks() -> frozenset[str]:
     """Every flag that a benchmark's command names."""
-    mains = (ROOT / "tests" / "benchmarks").rglob("__main__.py")
+    mains = (ROOT / "tests" / "benchmarks").rglob("*.py")
     return frozenset(flag for path in mains for flag in FLAG.findall(path.read_text()))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.device_groups import DeviceGroup, GroupLink
 from autopar.doctor.judgement import of_machines, of_meeting
 from autopar.doctor.meeting import Meeting, TimedLink, pairs_of
 from autopar.doctor.rank_facts import RankFacts
@@ -54,7 +55,7 @@ def test_sound_machines_are_well() -> None:
     ("changed", "state", "what", "remedy"),
     [
         ({"gpus": 1}, State.OK, "", ""),
-        ({"device": "another"}, State.WARN, "devices", "as fast as the slowest"),
+        ({"device": "another"}, State.WARN, "devices", "write [[groups]]"),
         ({"cores": 2}, State.WARN, "cores", "fewer ranks"),
         ({"cores": 4}, State.WARN, "cores", "OMP_NUM_THREADS=1"),
         ({"memory": 4 * 10**9}, State.WRONG, "memory", "memory = 1000000000"),
@@ -115,3 +116,26 @@ def test_rank_0_times_a_neighbour_and_other_nodes() -> None:
     assert pairs_of(6, 2) == [((0, 1), False), ((0, 2), True), ((0, 4), True)]
     assert pairs_of(2, 1) == [((0, 1), True)]
     assert pairs_of(1, 1) == []
+
+
+STRAGGLER = (10.0, 10.2, 9.8, 4.9)
+
+
+def speeds(rates: tuple[float, ...], cluster: ClusterSpec) -> Finding:
+    met = Meeting(0, 1.0, tuple(ranks()), rates=rates, backend="gloo")
+    return next(finding for finding in of_meeting(met, cluster) if finding.what == "speeds")
+
+
+def test_a_straggler_is_named_with_the_speed_of_its_group() -> None:
+    found = speeds(STRAGGLER, CLUSTER)
+    assert found.state is State.WARN and "rank 3 0.49 of" in found.found
+    assert "speed = 0.49" in found.remedy
+    assert speeds((10.0, 10.2, 9.8, 9.5), CLUSTER).state is State.OK
+
+
+def test_a_straggler_that_is_a_group_of_its_own_is_well() -> None:
+    groups = [DeviceGroup("most", "cpu", devices_per_node=3), DeviceGroup("slow", "cpu", speed=0.5)]
+    known = ClusterSpec.of_groups(groups, [GroupLink(("most", "slow"), TOLD, same_node=True)])
+    assert speeds(STRAGGLER, known).state is State.OK
+    slower = speeds((10.0, 10.2, 9.8, 2.5), known)
+    assert slower.state is State.WARN and "speed = 0.25" in slower.remedy

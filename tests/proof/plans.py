@@ -35,7 +35,8 @@ from autopar.solve.choices.kinds import Kinds
 from tests.forced_programs import connect, whole
 from tests.proof.models import ROUNDING, Model, serial
 
-MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
+EVEN = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
+MESHES = [*EVEN, *map(Mesh.parse, ("1:2", "1:3:5", "3:1x2", "2x1:2"))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
 GATHERINGS = (*Gathering, *[Gathering.REGATHER] * 3)  # drawn so often, as few weights can be regathered
 COSTLY = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well

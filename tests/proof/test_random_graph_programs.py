@@ -14,6 +14,8 @@ from autopar.sharding.needed_rows import NEEDED
 from tests.proof.graph_programs import MESHES, MIXES, Mix, draw_model
 from tests.proof.plans import TOLERANCE, dims_of, draw_offloaded, draw_program, limit_of, magnified, prove
 
+UNLIKE = [*map(Mesh.parse, ("1:2", "1:3:5", "3:1x2"))]  # shares of rows
+
 
 def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
     """How many operators exchanged rows that they needed, of `count` programs that are drawn and proved."""
@@ -29,7 +31,7 @@ def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
     )
     @given(
         st.randoms(use_true_random=False, note_method_calls=False),
-        st.sampled_from(MESHES),
+        st.sampled_from([*MESHES, *UNLIKE]),
         st.sampled_from(MIXES),
     )
     def check(random: Random, mesh: Mesh, mix: Mix) -> None:

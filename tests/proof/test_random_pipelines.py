@@ -25,6 +25,7 @@ from tests.proof.plans import TOLERANCE, dims_of, draw_offloaded, draw_program, 
 
 EXCUSED = 0.01  # of all examples, at most
 MESHES = [Mesh(shape) for shape in ((1,), (2,), (2,), (3,), (2, 2), (1, 2))]
+MESHES += map(Mesh.parse, ("1:2", "3:1x2"))
 
 
 def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:

@@ -25,9 +25,8 @@ from tests.proof.plans import (
 )
 
 EXCUSED = 0.01  # of all examples, at most
-WEIGHTED = [
-    mesh for mesh, weight in zip(MESHES, (4, 3, 3, 5, 3, 2, 1, 1, 1), strict=True) for _ in range(weight)
-]
+WEIGHTS = (4, 3, 3, 5, 3, 2, 1, 1, 1, 2, 2, 2, 2)
+WEIGHTED = [mesh for mesh, weight in zip(MESHES, WEIGHTS, strict=True) for _ in range(weight)]
 
 
 def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
@@ -58,6 +57,16 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
     check()
     assert sum(excused) <= EXCUSED * len(excused), "rounding is said to explain too much"
     return met
+
+
+@settings(max_examples=30, derandomize=True, database=None, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 20), min_size=2, max_size=4))
+def test_rows_by_any_shares_equal_serial(number: int, shares: list[int]) -> None:
+    random = Random(number)
+    model, mesh = draw_model(random), Mesh((len(shares),), (tuple(shares),))
+    dims = dims_of(model, mesh)
+    error, where = prove(model, draw_program(random, model.graph, dims), dims)
+    assert error < limit_of(error, lambda: magnified(model, dims)), f"{where}: {error:.3g} on {mesh}\n{model}"
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.rewrite.torch_bindings import _binding, call_bindings
+from autopar.runtime.collectives import placement_moves  # noqa: F401  (registers the moves)
+from autopar.torch_seams.modes import TorchDispatchMode
 
 ATEN = torch.ops.aten
 FUNCTIONS = "torch._C._VariableFunctions"
@@ -142,3 +144,33 @@ def test_the_graph_keeps_its_operators_and_its_lines() -> None:
     assert f"{FUNCTIONS}.add(x1, x2)" in program.code and program.code.count("\n") == lines
     assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [ATEN.add.Tensor]
     assert torch.equal(program(*tensors), sum(tensors))  # type: ignore[arg-type]
+
+
+class _Seen(TorchDispatchMode):
+    """Notes every operator below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_own_operators_are_called_past_the_dispatcher_but_modes_and_profilers_see_them() -> None:
+    graph = fx.Graph()
+    operator = torch.ops.autopar.s_to_p.default
+    graph.output(graph.call_function(operator, (graph.placeholder("x"), "a@2", 0, 1, [2, 1])))
+    call_bindings(graph)
+    program = fx.GraphModule(nn.Module(), graph)
+    assert "torch.ops.autopar.s_to_p.default.eager(x, 'a@2'" in program.code
+    given = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(program(given), given, torch.tensor([1.0, 2.0, 3.0]))
+    assert gradient.tolist() == [1.0, 2.0]
+    with _Seen() as seen:
+        program(given)
+    assert operator in seen.operators
+    with torch.profiler.profile() as profile:
+        program(given)
+    assert "autopar::s_to_p" in {event.name for event in profile.events()}

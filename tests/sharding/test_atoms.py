@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar.ops  # noqa: F401  (registers every family)
-from autopar.core.cut import balanced, chunked, has_empty, longest
+from autopar.core.cut import balanced, chunked, has_empty, longest, most_for_a_share
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
@@ -29,6 +29,7 @@ from autopar.trace.export import trace
 from examples.photographs import UNet, noisy
 
 MESHES = [Mesh((2,)), Mesh((4,)), Mesh((2, 2))]
+UNLIKE = [Mesh((2,), ((1, 2),)), Mesh((3,), ((1, 3, 5),)), Mesh((2, 2), ((2, 1), ()))]
 
 
 @cache
@@ -44,13 +45,13 @@ def traced(model: nn.Module, *args: Tensor) -> tuple[Graph, Atoms]:
 
 def exchanged(dims: Dims) -> Iterator[tuple[str, RowMap, int]]:
     """For each windowed dim of each operator: the most rows that a rank takes from others."""
-    sizes = dims.mesh.shape
+    axes = dims.mesh.axes
     for operation in dims.graph.operators:
         op, rule = Instance(operation, dims.graph.specs), rule_of(operation)
         windows = rule.equation(op).windows.values() if rule.scalings(op) else ()
         for scaling, window in zip(rule.scalings(op), windows, strict=True):
             ends = [dims.component(name, Shard(dim)) for name, dim in (scaling.source, scaling.output)]
-            source, output = (dims.cut(end, sizes) for end in ends)
+            source, output = (dims.cut(end, axes) for end in ends)
             if has_empty(source) or has_empty(output):
                 continue
             most = 0
@@ -61,7 +62,7 @@ def exchanged(dims: Dims) -> Iterator[tuple[str, RowMap, int]]:
             yield operation.name, window, most
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [*MESHES, *UNLIKE], ids=str)
 def test_a_unet_exchanges_no_more_than_its_windows_reach(mesh: Mesh) -> None:
     dims = Dims(*unet(107, 160, 4), mesh)
     found = list(exchanged(dims))
@@ -79,7 +80,7 @@ def test_all_maps_of_one_size_in_a_unet_have_one_even_cut(mesh: Mesh) -> None:
             for name in filter(None, operation.results):
                 shape = graph.specs[name].shape
                 if len(shape) == 4:
-                    cut = dims.cut(dims.component(name, Shard(dim)), mesh.shape)
+                    cut = dims.cut(dims.component(name, Shard(dim)), mesh.axes)
                     cuts.setdefault(shape[dim], set()).add(cut)
         assert sorted(cuts) == ([7, 14, 27, 54, 107] if dim == 2 else [10, 20, 40, 80, 160])
         for length, found in cuts.items():
@@ -116,7 +117,7 @@ def test_boundaries_are_aligned_only_while_the_ranks_stay_even() -> None:
     def cut(height: int) -> tuple[int, ...]:
         graph, atoms = traced(PoolingChain(), torch.rand(2, 1, height, 8))
         dims = Dims(graph, atoms, Mesh((4,)))
-        return dims.cut(dims.component(graph.inputs[-1].name, Shard(2)), (4,))
+        return dims.cut(dims.component(graph.inputs[-1].name, Shard(2)), (0,))
 
     assert cut(64) == (0, 16, 32, 48, 64)
     assert cut(72) == (0, 18, 36, 54, 72)  # multiples of 4 would make one part 20 rows long
@@ -132,7 +133,7 @@ def test_a_dim_too_short_for_its_share_of_the_boundaries_is_cut_by_itself() -> N
     graph, atoms = traced(Deep(), torch.rand(1, 1, 18, 18))  # 18, 9, 5, 3 rows
     dims = Dims(graph, atoms, Mesh((2,)))
     lengths = [graph.specs[name].shape[2] for item in graph.operators for name in item.results if name]
-    cuts = [dims.cut(dims.component(item.results[0] or "", Shard(2)), (2,)) for item in graph.operators]
+    cuts = [dims.cut(dims.component(item.results[0] or "", Shard(2)), (0,)) for item in graph.operators]
     assert lengths == [9, 5, 3] and cuts == [(0, 5, 9), (0, 3, 5), (0, 2, 3)]
 
 
@@ -154,7 +155,7 @@ def test_of_a_stride_and_a_resize_between_the_same_maps_the_stride_is_followed()
     assert len(found) == 6 and all(rows <= 3 for _, _, rows in found)
     image = dims.component(dims.graph.inputs[-1].name, Shard(2))
     small = dims.component(dims.graph.operators[0].results[0] or "", Shard(2))
-    assert dims.cut(small, (4,)) == tuple(-(-bound // 2) for bound in dims.cut(image, (4,)))
+    assert dims.cut(small, (0,)) == tuple(-(-bound // 2) for bound in dims.cut(image, (0,)))
 
 
 class Fused(nn.Module):
@@ -195,11 +196,21 @@ def test_dims_tied_to_weights_are_cut_as_dtensor_cuts_them() -> None:
     dims = Dims(graph, atoms, Mesh((4,)))
     hidden = dims.component(graph.operators[0].results[0] or "", Shard(1))
     batch = dims.component(graph.operators[0].results[0] or "", Shard(0))
-    assert dims.is_weight(hidden) and dims.cut(hidden, (4,)) == chunked(11, 4)
-    assert not dims.is_weight(batch) and dims.cut(batch, (4,)) == balanced(10, 4)
+    assert dims.is_weight(hidden) and dims.cut(hidden, (0,)) == chunked(11, 4)
+    assert not dims.is_weight(batch) and dims.cut(batch, (0,)) == balanced(10, 4)
 
 
-@pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((3, 2))], ids=str)
+@pytest.mark.parametrize("mesh", UNLIKE, ids=str)
+def test_rows_follow_shares_and_weights_do_not(mesh: Mesh) -> None:
+    graph, atoms = unet(107, 160, 4)
+    dims, name = Dims(graph, atoms, mesh), graph.operators[0].results[0] or ""
+    cut, (even, rows) = dims.cut(dims.component(name, Shard(3)), (0,)), (mesh.shape[0], graph.specs[name])
+    shares = mesh.shares_of(0)
+    assert most_for_a_share(cut, shares) <= rows.shape[3] / even * (1 + UNEVEN)
+    assert dims.cut(dims.component(name, Shard(1)), (0,)) == chunked(rows.shape[1], even)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((3, 2)), UNLIKE[-1]], ids=str)
 def test_two_axes_on_one_dim_cut_each_other_s_parts(mesh: Mesh) -> None:
     graph, atoms = unet(107, 160, 4)
     dims = Dims(graph, atoms, mesh)

@@ -16,7 +16,7 @@ from autopar.sharding.local_sizes import LocalSizes
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (5, 9), (7, 2, 12), (1,), ()], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh((2, 2, 2)), Mesh((2, 3)), Mesh((4, 1))], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh((2, 2, 2)), Mesh((2, 3)), Mesh.parse("1:3x2"), Mesh((4, 1))], ids=str)
 def test_layouts_have_the_parts_that_each_has_by_itself(mesh: Mesh, shape: tuple[int, ...]) -> None:
     spec = TensorSpec(shape, torch.float32)
     given = GraphInput("x", InputKind.USER, "x", spec)

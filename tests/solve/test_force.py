@@ -128,3 +128,12 @@ def test_pins_choose_a_mesh_with_as_many_axes_as_they_have_factors() -> None:
 def test_names_are_read_as_they_are_written() -> None:
     assert name_of(BATCH) == "batch"
     assert name_of((BATCH, FILTER)) == "batch+filter"
+
+
+def test_a_sequence_is_a_domain() -> None:
+    assert planned("sequence", mesh="4").layers == planned("domain", mesh="4").layers
+
+
+def test_a_pin_that_cannot_hold_says_where() -> None:
+    with pytest.raises(InputError, match=r"force\['hidden'\]: found \['ring'\] on mesh 4, of operands .*x"):
+        planned({"hidden": ["ring"]}, mesh="4")

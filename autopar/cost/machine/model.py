@@ -26,6 +26,7 @@ from autopar.cost.machine.devices import calibrate, described, device_model
 from autopar.cost.machine.measuring import Budget, CoRunners, Measuring, Progress
 from autopar.cost.machine.neighbours import Neighbours, Ratio, ratio
 from autopar.cost.machine.threads import using_threads
+from autopar.errors import InputError
 from autopar.trace.backwards.custom_operator import CUSTOM
 from costdb import device_file
 from costdb.database import Database
@@ -35,6 +36,14 @@ from costdb.setting import Setting, fingerprint
 # Doublings from which a GPU's seconds follow: no other process slows it, and no Python counts in them. Of the
 # H100's file single calls are off by 5 % where neighbours are as near as a CPU's, by 10 to 15 % beyond.
 FILED_NEAR = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPace:
+    """What a group's devices do of what its kind does, and the costs on that kind, None for the first's."""
+
+    speed: float
+    model: CostModel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class CostModel:
     refused: frozenset[str] = frozenset()  # keys of calls that could not be measured
     of_file: bool = False  # all that is measured comes with autopar, in a device file
     neighbours: Neighbours | None = None
+    slowdown: float = 1.0  # of a device that does less than its kind was measured to
+    paces: tuple[GroupPace, ...] = ()  # of a cluster's unlike groups, the first being the model's own kind
 
     def cost(self, call: Call) -> OperatorCost:
         """The measured cost, else the estimate times what those of neighbours were off by, or those of this
@@ -74,6 +85,8 @@ class CostModel:
     @staticmethod
     def of(cluster: ClusterSpec, database: Database | None, *, device_files: bool = True) -> CostModel:
         """Read what `database` knows about the cluster's devices, and `device_files` about GPUs."""
+        if cluster.groups:
+            return _of_groups(cluster, database, device_files=device_files)
         if cluster.device_type != "cpu":
             return _of_gpus(cluster, database, device_files=device_files)
         setting = busy_setting(cluster)
@@ -85,6 +98,12 @@ class CostModel:
         contention = max(1.0, cluster.devices_per_node * setting.threads / _cores(cluster))
         neighbours = Neighbours(measured, device)
         return CostModel(device, measured, table, contention, True, setting, neighbours=neighbours)
+
+    def of_group(self, number: int) -> CostModel:
+        """The costs on the devices of one of the cluster's unlike groups."""
+        pace = self.paces[number]
+        model, slowdown = replace(pace.model or self, paces=()), 1 / pace.speed
+        return replace(model, contention=model.contention * slowdown, slowdown=slowdown)
 
     def hop(self, cluster: ClusterSpec, ranks: int) -> Link:
         """The slowest link between neighbours of `ranks` pipeline ranks: as it was measured, else as the
@@ -161,6 +180,28 @@ class CostModel:
         """Seconds of one run, forward and backward, on a machine that other processes share."""
         found = self.cost(call)
         return self.contention * (found.forward_seconds + found.backward_seconds)
+
+
+def _of_groups(cluster: ClusterSpec, database: Database | None, *, device_files: bool) -> CostModel:
+    """Cost model of the first group's kind, and of the kinds of the others."""
+    kinds = [(group.device, group.described) for group in cluster.groups]
+    models: dict[object, CostModel] = {}
+    for number, kind in enumerate(kinds):
+        if kind not in models:
+            try:
+                models[kind] = CostModel.of(cluster.of_group(number), database, device_files=device_files)
+            except InputError as error:
+                raise InputError(
+                    where=f"group {cluster.groups[number].name}: {error.where}",
+                    found=error.found,
+                    wanted=error.wanted,
+                    remedy="name the device that comes closest, or give the group flops and bandwidth",
+                ) from error
+    paces = tuple(
+        GroupPace(group.speed, None if kind == kinds[0] else models[kind])
+        for group, kind in zip(cluster.groups, kinds, strict=True)
+    )
+    return replace(models[kinds[0]], paces=paces)
 
 
 def _of_gpus(cluster: ClusterSpec, database: Database | None, *, device_files: bool) -> CostModel:

@@ -40,7 +40,7 @@ class Exchanges:
     def __init__(self, cluster: ClusterSpec, mesh: Mesh, model: CostModel) -> None:
         self.cluster, self.mesh, self.model, self.device = cluster, mesh, model, model.device
         self._links: dict[tuple[int, ...], tuple[Link, int]] = {}  # and nodes spanned
-        of = {axis: (mesh.shape[axis], cluster.link(mesh, axis)) for axis in mesh.axes}
+        of = {axis: (mesh.shares_of(axis), cluster.link(mesh, axis)) for axis in mesh.axes}
         self.are_equal = len(set(of.values())) == 1 and len(mesh.axes) > 1
         first: dict[object, int] = {}
         self._alike = [
@@ -124,6 +124,15 @@ class Exchanges:
                 axes = parse_key(args[3])[1]
                 sums = sum(self.collective(Collective.ALL_REDUCE, nbytes, axes) for nbytes in (most, added))
                 return around + sums + self.copy(added), 0.0
+            case "expert_counts":
+                lengths, _, group = args
+                size = spec.nbytes * len(lengths)
+                seconds = self.collective(Collective.ALL_TO_ALL, size, parse_key(group)[1])
+            case "travel":
+                *_, lengths, _, rows, group = args
+                most = max(rows, spec.shape[0]) * (spec.nbytes // max(1, spec.shape[0]))
+                axes = parse_key(group)[1]
+                seconds = around + self.collective(Collective.ALL_TO_ALL, most * len(lengths), axes)
             case "s_to_b":  # a row of each rank
                 group, dim, _, sizes = args[:4]
                 nbytes = spec.nbytes // max(1, spec.shape[dim]) * sum(sizes)

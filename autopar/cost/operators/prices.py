@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.core.costs import OperatorCost
 from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec
 from autopar.core.operator_facts import facts_of
+from autopar.core.placement import Layout
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.operators.calls import OperatorCalls, read_calls
@@ -73,9 +74,11 @@ class Prices(TensorPrices):
     _held: dict[tuple[str, Strategy], PartBytes] = field(default_factory=dict)
     _credited: dict[object, Price] = field(default_factory=dict)  # under the multipliers
     _group_prices: GroupPrices | None = None
+    by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
 
     def __post_init__(self) -> None:
         TensorPrices.__post_init__(self)
+        self.by_group = self._by_group() if self.cluster.groups else {}
         if self.groups and self._group_prices is None:
             self._group_prices = GroupPrices(
                 self.groups, self.dims, self.model, self._lower, training=self.training
@@ -103,6 +106,40 @@ class Prices(TensorPrices):
             _moves={},
             _networks={},
         )
+
+    def _by_group(self) -> dict[int, Prices]:
+        """The prices on the ranks that may be of each group, as if all devices were like its."""
+        mesh, coordinates = self.dims.mesh, dict[int, dict[object, list[tuple[int, ...]]]]()
+        for rank, groups in enumerate(self.cluster.places):
+            place = mesh.coordinate(rank)
+            shares = tuple(mesh.shares_of(axis)[index] for axis, index in enumerate(place))
+            for number in groups:
+                coordinates.setdefault(number, {}).setdefault(shares, []).append(place)
+        own: dict[str, Any] = {
+            "_own": {},
+            "_held": {},
+            "_credited": {},
+            "_bytes": {},
+            "_moves": {},
+            "_networks": {},
+        }
+        return {
+            number: replace(
+                self,
+                dims=self.dims.seen_by([each[end] for each in places.values() for end in (0, -1)]),
+                cluster=self.cluster.of_group(number),
+                model=self.model.of_group(number),
+                _known=None,
+                _group_prices=None,
+                **own,
+            )
+            for number, places in coordinates.items()
+        }
+
+    def update(self, name: str, layout: Layout) -> float:
+        """Seconds of the optimizer's step on a parameter, on the slowest rank."""
+        slowest = max((each.update(name, layout) for each in self.by_group.values()), default=0.0)
+        return slowest or TensorPrices.update(self, name, layout)
 
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls, less what hides behind
@@ -194,7 +231,7 @@ class Prices(TensorPrices):
         return store[key]
 
     def _new_operator(self, operation: Operator, strategy: Strategy, local: int | None) -> KnownOperator:
-        if local is None:
+        if local is None or self.by_group:
             return KnownOperator()
         place = priced_rank(operation, strategy, self.dims)
         shapes = local_shapes(operation, strategy, self.dims, place)
@@ -244,7 +281,29 @@ class Prices(TensorPrices):
         return lower(operation, strategy, self.dims, training=self.training, member=member)
 
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
-        work = self._work(self._lower(operation, strategy), strategy)
+        """The price on the largest rank; of unlike devices on the rank that takes longest, and the memory of
+        the largest."""
+        if not self.by_group:
+            return self.price_of(self._lower(operation, strategy), strategy)
+        largest = self._lower(operation, strategy)
+        written = {_shapes_of(largest): largest}  # ranks with equal parts run equal calls
+        prices = []
+        for prices_of_group in self.by_group.values():
+            dims = prices_of_group.dims
+            place = priced_rank(operation, strategy, dims)
+            shapes = local_shapes(operation, strategy, dims, place)
+            if shapes not in written:
+                member = self._member(operation)
+                written[shapes] = lower(operation, strategy, dims, training=self.training, member=member)
+            prices.append(prices_of_group.price_of(written[shapes], strategy))
+        slowest = max(prices, key=lambda price: price.compute + price.communication)
+        kept = self.price_of(largest, strategy)
+        return replace(slowest, saved=kept.saved, tie=kept.tie)
+
+    def price_of(self, lowered: LoweredOperator, strategy: Strategy) -> Price:
+        """The price of what a rule wrote for a rank."""
+        operation = lowered.operation
+        work = self._work(lowered, strategy)
         compute = sum(map(self._seconds, work.costs))
         ahead = sum(item.forward_seconds for item in work.costs) * self.model.contention
         behind, products = compute - ahead, sum(map(flops, work.products))
@@ -325,6 +384,10 @@ class Prices(TensorPrices):
 
 def _factor(option: Option) -> str:
     return option.factor
+
+
+def _shapes_of(lowered: LoweredOperator) -> tuple[tuple[int, ...], ...]:
+    return tuple(spec.shape for spec in lowered.operands)
 
 
 def _local_calls(written: Iterable[LocalCall]) -> tuple[Call, ...]:

@@ -318,7 +318,8 @@ class TensorPrices:
         kept = round(self.optimizer.ratio)
         if self.device.kind == "cpu" and not is_parallel and kept in LOOP_PASSES:
             moved = LOOP_PASSES[kept] * self.local_bytes(name, layout)
-        return moved / self.device.bandwidth + self._exchanges.host(PARAMETER_LAUNCHES[is_parallel])
+        seconds = moved / self.device.bandwidth + self._exchanges.host(PARAMETER_LAUNCHES[is_parallel])
+        return self.model.slowdown * seconds
 
 
 @lru_cache(maxsize=MOST_SIZES)

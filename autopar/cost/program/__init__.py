@@ -14,5 +14,6 @@ moments          what one device does and holds, over time
 recompute        operators that are recomputed in backward
 offload          tensors that wait in the host's memory
 gathering        weights that are stored in shards
+host             what a GPU's host takes to call operators
 early            what starts early, and hides behind compute
 """

@@ -12,6 +12,7 @@ from autopar.core.move import Move
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.early import early_seconds
 from autopar.cost.program.gathering import regathers
+from autopar.cost.program.host import host_seconds
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import recompute_seconds
 from autopar.cost.program.values import Value
@@ -27,7 +28,8 @@ class StepCost:
     with all that is recomputed, both with what they wait for copies to and from the host, and once a step
     the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
     the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass, and of
-    each micro-batch's exchanges so many `beside` what it computes."""
+    each micro-batch's exchanges so many `beside` what it computes. To call a micro-batch's operators takes a
+    GPU's host `calls`, while that computes."""
 
     forward: float
     backward: float
@@ -37,6 +39,7 @@ class StepCost:
     summed: float = 0.0  # of `sync` what could hide
     beside: float = 0.0
     early: float = 0.0  # of a micro-batch what could hide
+    calls: float = 0.0
 
     @property
     def micro_batch(self) -> float:
@@ -90,7 +93,8 @@ def step_cost(priced: PricedProgram) -> StepCost:
     early, beside = early_seconds(priced)
     room = prices.overlap * sum(cost.compute for cost in costs) - prices.step_weight * hidden
     beside = 0.0 if credited else min(beside, room)
-    found = StepCost(forward, backward, sync, update, hidden, summed, beside, early)
+    calls = host_seconds(graph, prices)
+    found = StepCost(forward, backward, sync, update, hidden, summed, beside, early, calls)
     if not math.isfinite(found.weighted(1.0)):
         raise CheckError(
             where="plan", found=f"{found.weighted(1.0)} s", wanted="a finite time", remedy="profile again"

@@ -25,6 +25,7 @@ AUTO = "auto"
 MOST_COUNT = 1_000_000  # pipeline ranks or micro-batches
 MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+SEQUENCE = "sequence"  # the field's word for a domain of tokens
 _DIM = re.compile(r"-?\d{1,9}")
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -58,7 +59,7 @@ def read_force(force: Any) -> Force | Pins | None:
         return kind
     if force == PIPELINE:
         return None
-    kinds = {kind.value: kind for kind in Parallelism}
+    kinds = {**{kind.value: kind for kind in Parallelism}, SEQUENCE: Parallelism.DOMAIN}
     names = force.split("+")
     if not kinds.keys() >= set(names):
         raise _no_force(force)
@@ -69,7 +70,7 @@ def _no_force(found: object) -> InputError:
     return InputError(
         where="force",
         found=show_value(found),
-        wanted=", ".join((*(kind.value for kind in Parallelism), PIPELINE)),
+        wanted=", ".join((*(kind.value for kind in Parallelism), SEQUENCE, PIPELINE)),
         remedy="choose one kind of parallelism, or join one for each axis by +",
     )
 
@@ -118,6 +119,18 @@ def read_gap(gap: float) -> float:
         return gap
     raise InputError(
         where="gap", found=show_value(gap), wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
+    )
+
+
+def read_imbalance(imbalance: float) -> float:
+    """Check the rows of the fullest rank of experts, in even shares."""
+    if 1 <= imbalance < math.inf:
+        return float(imbalance)
+    raise InputError(
+        where="--imbalance",
+        found=show_value(imbalance),
+        wanted="at least 1: the fullest rank has no fewer rows than the others",
+        remedy="write --imbalance 1.5, or leave it out",
     )
 
 

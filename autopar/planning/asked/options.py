@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
+from autopar.core.costs import IMBALANCE
 from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
@@ -34,6 +35,7 @@ from autopar.planning.asked.option_values import (
     read_count,
     read_force,
     read_gap,
+    read_imbalance,
     read_measure_seconds,
     read_memory,
     read_mesh,
@@ -187,6 +189,18 @@ class SearchOptions(TypedDict, total=False):
             "their own dtype too, are not concerned.",
         ),
     ]
+    imbalance: Annotated[
+        float | None,
+        OptionSpec(
+            metavar="X",
+            default=IMBALANCE,
+            words=(int, float),
+            read=read_imbalance,
+            help="Rows of the fullest rank of a mixture's experts, in even shares.",
+            more="Plans whose experts lie on several ranks are priced by it, and say so. A rank with more "
+            "rows takes longer, and more memory, than they say.",
+        ),
+    ]
     costdb: Annotated[
         str | None,
         OptionSpec(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),
@@ -214,10 +228,10 @@ class PlacementOptions(TypedDict, total=False):
             types=(Parallelism, tuple, list, Mapping),
             example='"batch"',
             read=read_force,
-            help="One kind (batch, domain, filter, channel, model, pipeline), or one for each axis: "
-            "batch+filter.",
-            more="Pipeline is one device for each stage. In Python also pins of single layers, by name, to "
-            "a factor for each axis.",
+            help="One kind (batch, domain, filter, channel, experts, model, sequence, pipeline), or one for "
+            "each axis: batch+filter.",
+            more="Sequence is another word for domain; pipeline is one device for each stage. In Python also "
+            "pins of single layers, by name, to a factor for each axis.",
         ),
     ]
     stages: Annotated[

@@ -53,7 +53,7 @@ def resized(graph: Graph, known: Sequence[Plan], cluster: ClusterSpec, request: 
     here = fingerprint_of(graph)
     alike = (plan for plan in known if _outline(plan.graph) == _outline(here))
     for plan in alike:
-        dims = dims_of(graph, plan.mesh)
+        dims = dims_of(graph, plan.mesh, request.imbalance)
         if not holds(plan.program, dims):
             continue
         peak = plan.peak_bytes

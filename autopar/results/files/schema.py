@@ -27,7 +27,11 @@ PLAIN: Mapping[Any, str] = {
     type(None): "null",
 }
 TEXTS: Mapping[Any, dict[str, Any]] = {
-    Mesh: {"type": "string", "pattern": r"^\d+(x\d+)*$", "description": "sizes of the axes, as in 2x2"},
+    Mesh: {
+        "type": "string",
+        "pattern": r"^[\d*:]+(x[\d*:]+)*$",
+        "description": "sizes of the axes, as in 2x2, or shares of rows, as in 1:2x2",
+    },
     Placement: {
         "type": "string",
         "pattern": r"^(S\(\d+(\.\d+)?\)|R|P|B)$",

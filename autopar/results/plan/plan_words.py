@@ -5,6 +5,7 @@ A cell of the table says how one axis splits an operator:
     batch n           each device of the axis computes some of the samples
     domain h          each has a part of every image, here some of its rows
     filter dim 1      each makes some output channels, here of dim 1 of what the operator gives
+    experts own       each has some experts of a mixture
     whole             all devices of the axis compute the same
 """
 
@@ -20,6 +21,7 @@ KINDS = {
     "domain": "a part of every sample (its space or sequence)",
     "filter": "some output channels, and their weights",
     "channel": "some input channels, and their weights; their results are summed",
+    "experts": "some experts of a mixture, and their weights",
 }
 FACTORS = {
     "n": "samples",
@@ -33,6 +35,9 @@ FACTORS = {
     "k": "keys, of which each device has some for all queries; results are merged",
     "ring": "queries and keys: keys travel between the devices of the axis",
     "r": "rows, of which only those that are read are exchanged",
+    "experts": "experts, to whose devices rows travel and from which results come back",
+    "own": "experts, each device's own on the rows that all have; results are summed",
+    "hidden": "channels inside of experts; results are summed",
 }
 DIM = re.compile(r"([a-z])(\d+)((?:\.\d+)?)")  # d1, or d1.0: the first of the sizes that make up dim 1
 SPACE = 2  # the dim at which s0, space behind samples and channels, begins

@@ -10,8 +10,9 @@ class StepParts:
     """Seconds of a step on the average pipeline rank: all but `hidden` add up to the step.
 
     `communication` are the exchanges that forward and backward wait for; `hops` the waits for a message of
-    another stage that is under way, `waits` those for a stage that still computes; `sums` what is added up of
-    gradients, and gathered of weights, once a step; `copies` waits for the host's memory. `ties` are no
+    another stage that is under way, `waits` those for a stage that still computes, or for the calls of a
+    GPU's host; `sums` what is added up of gradients, and gathered of weights, once a step; `copies` waits for
+    the host's memory. `ties` are no
     seconds of the machine: the search adds them for bytes that are kept, so that of equal plans the leaner
     one wins. `hidden` is communication that goes on while a rank computes: it costs nothing.
     """

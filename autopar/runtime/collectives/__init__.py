@@ -4,6 +4,7 @@ placement_moves   torch.ops.autopar.<from>_to_<to>
 convolution       convolutions whose rows are split
 ring_attention    attention whose keys are split as its queries are
 merged_attention   attention whose keys alone are split
+travelling_rows   rows that travel to the ranks that own their experts
 batch_norm        batch norm whose statistics span ranks
 random            masks of random operators
 roll_call         the number of each call; where ranks wait for each other

@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _differentiate(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    back = registry.operator("batch_norm_backward")(gradient, *ctx.saved_tensors, *ctx.arguments)
+    back = registry.eager("batch_norm_backward")(gradient, *ctx.saved_tensors, *ctx.arguments)
     parameters = [
         None if dtype is None else total.to(dtype) for dtype, total in zip(ctx.dtypes, back[1:], strict=True)
     ]
@@ -147,7 +147,7 @@ def _batch_norm(
 
     The running buffers, where given, take the global moments, the variance as count / (count - 1).
     """
-    y, mean, var = registry.operator("batch_norm_forward")(x, weight, bias, group, count, eps)
+    y, mean, var = registry.eager("batch_norm_forward")(x, weight, bias, group, count, eps)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

@@ -57,7 +57,7 @@ def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta, copies: int = 
         )
     known = _groups.setdefault(world, WeakValueDictionary())
     for key in sorted(set(keys) - set(known)):
-        if parse_key(key)[0] != mesh:
+        if parse_key(key)[0] != mesh.even:
             raise InputError(
                 where="groups.setup", found=key, wanted=f"keys of mesh {mesh}", remedy="use Mesh.key"
             )
@@ -140,7 +140,8 @@ def _rank() -> int:
     chosen = _viewpoint.get()
     if chosen is not None:
         return chosen
-    return dist.get_rank() if dist.is_initialized() else 0
+    world = dist.group.WORLD
+    return 0 if world is None else world.rank()
 
 
 @functools.cache

@@ -20,6 +20,7 @@ a step instead of 446, split by samples 315 instead of 366.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import select
@@ -85,8 +86,21 @@ class Wires:
             exchange.send(peer)
         return exchange
 
+    def swap(self, peer: int, sent: memoryview, received: memoryview) -> None:
+        """Send bytes to a peer, and receive its own; few that have come already in two calls."""
+        gone = come = 0
+        try:
+            gone = self.sockets[peer].send(sent)
+            come = self.sockets[peer].recv_into(received)
+        except OSError:  # nothing has come yet; what is wrong shows again
+            pass
+        if gone < len(sent) or come < len(received):
+            leaving = {peer: deque((sent[gone:],))} if gone < len(sent) else {}
+            arriving = {peer: deque((received[come:],))} if come < len(received) else {}
+            SocketTransfer(self, leaving, arriving).wait()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class SocketTransfer:
     """Bytes under way, by peer."""
 
@@ -179,9 +193,15 @@ class SocketTransfer:
 def _by_peer(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, deque[memoryview]]:
     found: dict[int, deque[memoryview]] = {}
     for peer, tensor in tensors:
-        raw: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-        found.setdefault(peer, deque()).append(memoryview(raw))
+        found.setdefault(peer, deque()).append(bytes_of(tensor))
     return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of main memory, which keep it."""
+    held: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    held.tensor = tensor
+    return memoryview(held).cast("B")
 
 
 def connect(group: ProcessGroup, timeout: timedelta) -> Wires | None:

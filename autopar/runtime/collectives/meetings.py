@@ -18,6 +18,7 @@ import math
 import pickle
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -92,12 +93,19 @@ class Meetings:
         assert self.wires is not None
         lengths = lengths or [len(mine)] * (len(self.wires.sockets) + 1)
         slots = {peer: bytearray(lengths[peer]) for peer in self.wires.sockets}
+        if len(slots) == 1:
+            ((peer, slot),) = slots.items()
+            self.wires.swap(peer, memoryview(mine), memoryview(slot))
+        else:
+            self._exchange(self.wires, mine, slots)
+        return [bytes(slots[place]) if place in slots else mine for place in range(len(lengths))]
+
+    def _exchange(self, wires: Wires, mine: bytes, slots: Mapping[int, bytearray]) -> None:
         exchange = SocketTransfer(
-            self.wires,
+            wires,
             {peer: deque([memoryview(mine)]) for peer in slots},
             {peer: deque([memoryview(slot)]) for peer, slot in slots.items()},
         )
         for peer in slots:
             exchange.send(peer)
         exchange.wait()
-        return [bytes(slots[place]) if place in slots else mine for place in range(len(lengths))]

@@ -52,6 +52,7 @@ from autopar.runtime.collectives import (
     groups,
     ring_attention,
     transport,
+    travelling_rows,
 )
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
@@ -62,6 +63,7 @@ __all__ = [
     "convolution",
     "ring_attention",
     "sparse_kernel",
+    "travelling_rows",
 ]  # so that importing this module registers every operator
 
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
@@ -71,7 +73,7 @@ Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 
 
 def in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
-    return torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
+    return x.unsqueeze(dim) if blocks == 1 else torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
 
 
 def parts_of_full(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -388,7 +390,7 @@ def _move(
 
 
 def _called(move: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
-    called: Callable[..., Tensor] = registry.operator(move) if isinstance(move, str) else move
+    called: Callable[..., Tensor] = registry.eager(move) if isinstance(move, str) else move
     return called
 
 
@@ -414,7 +416,7 @@ def summing_in(name: str, dtype: torch.dtype | None) -> Callable[..., Tensor]:
 
     def move(gradient: Tensor, *arguments: Any) -> Tensor:
         other = gradient.dtype if dtype is None or gradient.dtype is torch.float64 else dtype
-        total: Tensor = registry.operator(name)(gradient.to(other), *arguments)
+        total: Tensor = registry.eager(name)(gradient.to(other), *arguments)
         return total.to(gradient.dtype)
 
     return move

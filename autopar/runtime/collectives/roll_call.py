@@ -73,6 +73,7 @@ class RollCall:
         self._is_backward = False  # that call
         self._told = ""
         self._warned = 0
+        self._unlike: dict[int, tuple[tuple[str, ...], float]] = {}  # names that differ, by rank: since when
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="autopar roll call", daemon=True)
         self._thread.start()
@@ -196,7 +197,7 @@ class RollCall:
         mine, absent = self._calls[number], []
         for rank, (other, calls) in self._others().items():
             theirs = calls.get(number)
-            if theirs is not None and theirs.name != mine.name:
+            if theirs is not None and theirs.name != mine.name and not self._may_follow(rank, mine, theirs):
                 self._fail(made_another(mine, self._rank, rank, theirs))
             if other["ended"] and other["number"] < number:
                 self._fail(_has_ended(mine, self._rank, rank, calls.get(other["number"], _NONE)))
@@ -206,6 +207,18 @@ class RollCall:
             self._warned = number
             where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
+
+    def _may_follow(self, rank: int, mine: CollectiveCall, theirs: CollectiveCall) -> bool:
+        """Whether one of two names of a call goes on as the other does, and may become it: a rank whose next
+        program takes longer to make comes later."""
+        first, second = sorted((mine.name, theirs.name), key=len)
+        if not second.startswith(f"{first}, "):
+            return False
+        names, since = self._unlike.get(rank, ((), 0.0))
+        if names != (mine.name, theirs.name):
+            self._unlike[rank] = (mine.name, theirs.name), time.monotonic()
+            return True
+        return time.monotonic() - since < WARNING_SECONDS
 
     def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, CollectiveCall]]]:
         """Reports of the other ranks, and their last calls by number."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives import groups
-from autopar.runtime.collectives.local_sockets import SocketTransfer
+from autopar.runtime.collectives.local_sockets import SocketTransfer, bytes_of
 from autopar.runtime.launch.flight_record import note_exchange
 from autopar.torch_seams.collectives import all_gather_single, reduce_scatter_single
 
@@ -107,6 +107,10 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
     if op not in _REDUCED or x.is_complex():
         note_exchange(x.nbytes)
         dist.all_reduce(x, op, group=group)
+    elif size == 2 and x.is_cpu and x.nbytes <= (PART_BYTES if groups.wires(group) else SMALL_BYTES):
+        theirs = torch.empty_like(x)
+        _swap(x, theirs, group)
+        _REDUCED_PAIR[op](x, theirs, out=x)
     elif _can_meet(x, size):
 
         def reduce(parts: Sequence[Tensor]) -> None:
@@ -178,20 +182,25 @@ def _meet(
 ) -> None:
     """Make the result of everybody's parts on the first rank, and send it to all.
 
-    `make` makes the contiguous `result` of everybody's `mine`; of two ranks both do. `parts` are where
-    everybody's land.
+    `make` makes the contiguous `result` of everybody's `mine`. `parts` are where everybody's land.
     """
     me, peers = group.rank(), range(1, group.size())
-    if len(peers) == 1:
-        peer = 1 - me
-        _exchange([(peer, mine)], [(peer, parts[peer])], group)
-        make([mine, parts[1]] if me == 0 else [parts[0], mine])
-    elif me == 0:
+    if me == 0:
         _exchange([], [(peer, parts[peer]) for peer in peers], group)
         make([mine, *parts[1:]])
         _exchange([(peer, result) for peer in peers], [], group)
     else:
         _exchange([(0, mine)], [(0, result)], group)
+
+
+def _swap(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> None:
+    """Send a contiguous tensor to the only other rank, and receive its own."""
+    peer, wires = 1 - group.rank(), groups.wires(group)
+    if wires is None or not mine.is_cpu:
+        _exchange([(peer, mine)], [(peer, theirs)], group)
+        return
+    note_exchange(mine.nbytes + theirs.nbytes)
+    wires.swap(peer, bytes_of(mine), bytes_of(theirs))
 
 
 def _exchange(
@@ -204,6 +213,12 @@ def _exchange(
 def all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -> None:
     """Bring every rank's `mine` into its slot; the slots make up the contiguous `out`."""
     me = groups.index(group)
+    if mine.is_cpu and len(slots) == 2 and slots[0].numel() and slots[1].numel():
+        _swap(mine.contiguous(), landed := _contiguous_like(slots[1 - me]), groups.group(group))
+        if landed is not slots[1 - me]:
+            slots[1 - me].copy_(landed)
+        slots[me].copy_(mine)
+        return
     peers = [peer for peer in range(len(slots)) if peer != me]
     if _can_meet(out, len(slots)) and all(slot.numel() for slot in slots):
 
@@ -313,6 +328,14 @@ def all_to_all(
     sizes = [math.prod(shape) for shape in shapes]
     pieces = torch.split(_all_to_all(x, parts, sizes, group), sizes)
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: str) -> Tensor:
+    """Send runs of rows of the contiguous `x`, `sends[k]` of them to rank k; returns those of all ranks for
+    this one, `receives[k]` of rank k."""
+    width = math.prod(x.shape[1:])
+    flat = _all_to_all(x, torch.split(x, list(sends)), [rows * width for rows in receives], group)
+    return flat.view(sum(receives), *x.shape[1:])
 
 
 def _all_to_all(x: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], group: str) -> Tensor:

@@ -8,7 +8,7 @@ local parts of buffers -----'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -170,7 +170,7 @@ class Bound:
         gathered once are so by the first."""
         self._adding, self._stepping = not last, True
         if last:  # what has added up, so that leaves show which gradients of this backward have come
-            self._held |= dict(self._leaves.take(self._silent))
+            self._held |= self._leaves.take(self._silent)
         try:
             yield
         except BaseException:
@@ -189,18 +189,22 @@ class Bound:
         sums of buckets before it that had to wait for others."""
         for place in () if self._adding else range(self._sync.next, number + 1):
             if self._leaves.have_all(self._together[place]):
-                gradients = self._with_held(self._leaves.take(self._together[place]))
-                self._sync.fill(gradients, fresh=place == number)
+                gradients = self._leaves.take(self._together[place])
+                self._sync.fill(place, self._with_held(gradients), fresh=place == number)
 
-    def _rest(self) -> Iterator[tuple[int, Tensor]]:
-        """Gradients that are in their leaves as backward ends; none while they add up there."""
-        if not self._adding:
-            yield from self._with_held(self._leaves.take(self._silent))
-            yield from ((index, self._held.pop(index)) for index in self._silent if index in self._held)
+    def _rest(self) -> Iterator[tuple[int, dict[int, Tensor]]]:
+        """Gradients, by buckets, that are in their leaves as backward ends; none while they add up there."""
+        for number, indices in enumerate(() if self._adding else self._together):
+            gradients = self._with_held(self._leaves.take(indices))
+            yield (
+                number,
+                gradients | {index: self._held.pop(index) for index in indices if index in self._held},
+            )
 
-    def _with_held(self, gradients: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        for index, gradient in gradients:
-            yield index, self._held.pop(index) + gradient if index in self._held else gradient
+    def _with_held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        for index in self._held.keys() & gradients.keys():
+            gradients[index] = self._held.pop(index) + gradients[index]
+        return gradients
 
     def _receive(self, index: int, gradient: Tensor) -> None:
         part = self._parameters[index]
@@ -223,7 +227,7 @@ class Bound:
         """A gradient that is not summed over ranks: added at once to one that is there, so that not both stay
         till the end of backward, else delivered then."""
         if self._leaves.has_gradient(index):
-            self._leaves.deliver(index, gradient)
+            self._leaves.deliver({index: gradient})
         else:
             self._sync.keep(index, gradient)
 

@@ -187,8 +187,9 @@ class StageModule(nn.Module):
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """The gradients of `learned`, with their numbers, summed over the ranks of the mesh, one perhaps in
         several shares. Waits for the sums; collective."""
-        yield from self._leaves.take(range(len(self.learned)))
-        yield from self._sums.totals()
+        yield from self._leaves.take(range(len(self.learned))).items()
+        for totals in self._sums.totals():
+            yield from totals.items()
 
     def _receive(self, index: int, gradient: Tensor) -> None:
         """Called inside the last backward with a gradient that is final."""
@@ -196,7 +197,7 @@ class StageModule(nn.Module):
 
     def _launch(self, indices: Iterable[int]) -> None:
         """Start the sums of gradients that have added up in these leaves."""
-        for index, gradient in self._leaves.take(indices):
+        for index, gradient in self._leaves.take(indices).items():
             self._sums.add(index, gradient, fresh=False)
         self._sums.launch_rest()
 

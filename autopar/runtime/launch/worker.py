@@ -30,6 +30,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -77,10 +78,16 @@ def require_launcher() -> None:
     )
 
 
-def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT) -> None:
+def init(
+    device_kind: DeviceKind = "cpu",
+    timeout: float = PROCESS_GROUP_TIMEOUT,
+    *,
+    meet: Callable[[timedelta], dict[str, Any]] | None = None,
+) -> None:
     """Join the process group: gloo on CPUs, NCCL on the GPU of LOCAL_RANK; nothing if already joined.
 
-    A collective that waits longer than `timeout` seconds for its peers raises.
+    A collective that waits longer than `timeout` seconds for its peers raises. `meet` gives another store,
+    rank and size than the launcher's, of a world that is a part of its.
     """
     if dist.is_initialized():
         return
@@ -96,13 +103,21 @@ def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT
         guard(os.getppid())
     rank_files.mark(rank_files.JOINING)
     limit = timedelta(seconds=timeout)
+    keys = (meet or _own_keys)(limit)
     if device_kind == "cpu":
-        dist.init_process_group("gloo", timeout=limit, **_own_keys(limit))
+        dist.init_process_group("gloo", timeout=limit, **keys)
     else:
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=limit, device_id=device, **_own_keys(limit))
+        dist.init_process_group("nccl", timeout=limit, device_id=device, **keys)
     rank_files.mark(rank_files.JOINED)
+
+
+def launched_store(limit: timedelta) -> tuple[Any, int, int]:
+    """The launcher's store, with keys of this start alone, this process' rank, and how many there are."""
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") or "0"
+    return PrefixStore(f"autopar/start_{count}", store), rank, size
 
 
 def _own_keys(limit: timedelta) -> dict[str, Any]:
@@ -114,8 +129,8 @@ def _own_keys(limit: timedelta) -> dict[str, Any]:
     count, nodes = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"))
     if count in ("", "0") or nodes != "1":
         return {}
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    return {"store": PrefixStore(f"autopar/start_{count}", store), "rank": rank, "world_size": size}
+    store, rank, size = launched_store(limit)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def local_rank() -> int:

@@ -29,6 +29,7 @@ from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.executable import Executable, StagedExecutable
 from autopar.runtime.execute.bound_program import Bound
 from autopar.runtime.execute.staged_program import StagedProgram
+from autopar.runtime.islands.joining import Islands
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module.regions import region_of
 from autopar.runtime.module.sampler import BatchSampler
@@ -118,6 +119,7 @@ class Runner:
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
         self._inside: tuple[LeftInside, ...] = ()  # and in other objects
         self._scaler: torch.amp.GradScaler | None = None  # of the losses of steps
+        self.islands: Islands | None = None  # of which this world is one
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -130,6 +132,8 @@ class Runner:
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.islands and torch.is_grad_enabled() and self.tree.root.training:
+            self.islands.require_loop()
         if self._by_steps and not self.tensors.is_placed:
             with torch.enable_grad():
                 self.prepare(*args, **kwargs)  # parameters lie where steps want them
@@ -177,6 +181,8 @@ class Runner:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
+        if self.islands and learn:
+            self.islands.require_loop()
         scale = factor_of(self._scaler, self._running.device) if self._scaler and learn else None
         with torch.set_grad_enabled(learn):
             known = self._agree(call, step=self._by_steps)
@@ -390,6 +396,11 @@ class Runner:
                     for place in sorted(structure)
                 )
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors lie."""
+        return self._running.device
+
     # -- samples --------------------------------------------------------------------------------
 
     @property
@@ -404,7 +415,9 @@ class Runner:
 
     @property
     def samples(self) -> range:
-        """The rows of the global batch that this rank passes; of the batch that was planned first."""
+        """The rows of the global batch that this rank passes; of the batch that was planned first.
+
+        With islands that is all their batches, one after the other."""
         return self._loads(None)[1]
 
     def region(self, name: str) -> tuple[slice, ...]:
@@ -453,7 +466,11 @@ class Runner:
                 wanted="a batch, dim 0 of the first tensor of a call",
                 remedy="cut the work between ranks by hand",
             )
-        return size, self._local.rows(size) if self._local else range(size)
+        rows = self._local.rows(size) if self._local else range(size)
+        if self.islands is None:
+            return size, rows
+        begin = size * self.islands.share
+        return size * len(self.islands.learners), range(begin + rows.start, begin + rows.stop)
 
     # -- the module as a whole --------------------------------------------------------------------
 

@@ -21,9 +21,12 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective, compare, everybody, meets
 from autopar.runtime.collectives.statements import StatementPart
+from autopar.runtime.islands.exchanges import Exchange, exchange_of
+from autopar.runtime.islands.joining import Islands
 from autopar.runtime.launch.flight_record import note_step
 from autopar.runtime.launch.leaving import LeaveRequest, leave_run
 from autopar.runtime.module.extra_values import require_alike_extra
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, require_folder, save
 from autopar.runtime.module.step_reports import StepClock, StepReport
@@ -50,6 +53,8 @@ class Steps:
     sampler: Any
     others: dict[str, Any]
     clock: StepClock
+    islands: Islands | None = None
+    exchange: Exchange = field(default_factory=Exchange)
     background: bool = False
     on_report: Callable[[StepReport], object] | None = None
     extra: Any = None
@@ -63,18 +68,34 @@ class Steps:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        with LeaveRequest() as request, marking_taken(self._optimizers, self._note):
-            for epoch in range(self.sampler.epoch, self.epochs):
-                self.epoch = epoch
-                self.sampler.set_epoch(epoch)
-                for batch in self.sampler.count(self.loader):
-                    self._in_body, self._has_stepped = True, False
-                    yield batch
-                    self.step, self._in_body = self.step + 1, False
-                    self._border(request)
-        if self._saved != self.step:
+        with (
+            LeaveRequest() as request,
+            marking_taken(self._optimizers, self._note),
+            self.exchange.around(self._optimizers),
+        ):
+            for _ in self.exchange.serve(self._optimizers, self.epochs * len(self.sampler), self.step):
+                self._end_step(request)
+            for batch in self.exchange.batches(self._batches()):
+                self._in_body, self._has_stepped = True, False
+                yield batch
+                self._end_step(request)
+            self.exchange.finish()
+        if self._saved != self.step and self.exchange.is_saved:
             self._save(background=False)
         finish_saves()
+
+    def _batches(self) -> Iterator[Any]:
+        """All batches of the epochs that are left."""
+        for epoch in range(self.sampler.epoch, self.exchange.epochs(self.epochs)):
+            self.epoch = epoch
+            self.sampler.set_epoch(epoch)
+            yield from self.sampler.count(self.loader)
+
+    def _end_step(self, request: LeaveRequest) -> None:
+        """Count the step, let islands exchange what is due, and do what is due at its border."""
+        self.step, self._in_body = self.step + 1, False
+        self.exchange.after_step(self.step)
+        self._border(request)
 
     def save(self, *, background: bool | None = None) -> Path:
         """Save the run now; on all ranks, after the optimizer's step in a body, or after the loop.
@@ -107,6 +128,7 @@ class Steps:
             return next(filter(None, everybody(pending_gradient(self.model, self._optimizers))), "")
 
     def _save(self, *, background: bool | None = None) -> Path:
+        self.exchange.save(self.folder, self.step + self._in_body, self.keep)
         path = save(
             self.folder,
             self.model,
@@ -150,6 +172,9 @@ class Steps:
         if before is not None:
             self.step = self._saved = before.step or 0
             self.extra = before.extra
+        self.exchange = exchange_of(
+            self.islands, self.model, self.folder, self.step, scaled=bool(self.others["scaler"])
+        )
         note_step(self.step)
 
     def _border(self, request: LeaveRequest) -> None:
@@ -157,11 +182,12 @@ class Steps:
 
         Neither is done while gradients are pending.
         """
-        leaves = _anybody_leaves(request, self.step)
+        leaves = self.exchange.leaves(self.step, _anybody_leaves(request, self.step))
         note_step(self.step)  # which all ranks have come to the end of
         self._report()
         finish_saves(wait=False)
         is_due = leaves or self.step % self.save_every == 0 or self._due is not None
+        is_due = is_due and self.exchange.is_saved
         with self.clock.paused() if is_due else nullcontext():
             if not is_due or not self._may_save():
                 return
@@ -234,6 +260,9 @@ def steps(
     `on_report` is called, on all ranks, with their mean seconds beside the plan's, as by `on_report=print`; a
     rank for which the others wait is named on stderr. What is returned knows the `step` and the `epoch`.
 
+    Of a module with `updates` the loop keeps the rule: islands exchange at the border of a step, save into
+    folders of their own, and leave where they meet.
+
     Raises InputError for a loader whose place isn't known, and what `load` and `save` raise.
     """
     for name, between in (("save_every", save_every), ("report_every", report_every)):
@@ -244,19 +273,22 @@ def steps(
                 wanted="at least 1 step",
                 remedy=f"leave it out, for {SAVE_EVERY} between saves and {REPORT_EVERY} between reports",
             )
+    islands = runner_of(model).islands if isinstance(model, ParallelModule) else None
+    folder = Path(folder).absolute()
     return Steps(
         model,
         loader,
-        Path(folder).absolute(),
+        folder / f"island_{islands.mine}" if islands else folder,
         epochs,
         save_every,
         keep,
         _sampler_of(loader),
         {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler},
         StepClock(model, report_every),
-        background,
-        on_report,
-        extra,
+        islands,
+        background=background,
+        on_report=on_report,
+        extra=extra,
     )
 
 

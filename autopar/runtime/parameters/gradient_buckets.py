@@ -44,7 +44,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.parameters.parameters import plainly
 from autopar.torch_seams.autograd import graph_task, queue_callback
-from autopar.torch_seams.tensors import num_uses
+from autopar.torch_seams.tensors import copy_all, num_uses, unflattened
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
 ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce
@@ -122,7 +122,13 @@ def _new(bucket: Bucket, length: int, like: Tensor) -> Tensor:
     return like.new_empty(length, dtype=bucket.members[0].reduce)
 
 
-_Form = tuple[torch.Size, torch.dtype]
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A sum under way: what waits for it, and views of what it makes, by their members."""
+
+    arrived: Callable[[], object]
+    totals: dict[int, Tensor]
+    dtype: torch.dtype | None  # of gradients that are summed in another
 
 
 class Sums:
@@ -141,69 +147,93 @@ class Sums:
         later: bool = False,
     ) -> None:
         self._buckets, self._memory, self._later = buckets, memory, later
-        self._place = {
-            member.index: (number, member)
-            for number, bucket in enumerate(buckets)
-            for member in bucket.members
+        self._numbers = {
+            member.index: number for number, bucket in enumerate(buckets) for member in bucket.members
         }
-        self._waiting = [len(bucket.members) for bucket in buckets]  # how many members have yet to come
         self.next = 0  # the bucket to be launched next
-        self._arrived: dict[int, Tensor] = {}  # not launched yet
-        self._shared: set[int] = set()  # of those that fill a bucket, whose storage something else holds too
-        self._flights: list[tuple[tuple[BucketMember, ...], Tensor, list[_Form], Callable[[], object]]] = []
+        self._arrived: list[dict[int, Tensor]] = [{} for _ in buckets]  # not launched yet
+        self._shared: set[int] = set()  # buckets of one gradient, whose storage something else holds too
+        self._flights: list[_Flight] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
         """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
         all of it."""
-        number, member = self._place[index]
-        if gradient.layout != torch.strided:
-            raise InputError(
-                where=f"gradient of {member.name}",
-                found=f"layout {gradient.layout}",
-                wanted="a dense gradient",
-                remedy="build the embedding with sparse=False",
-            )
-        if index in self._arrived:  # a checkpoint recomputed inside backward gives a second share
-            self._arrived[index] = self._arrived[index] + gradient
-            return
-        self._arrived[index] = gradient
-        if len(self._buckets[number].members) == 1 and _is_shared(gradient, fresh=fresh):
-            self._shared.add(index)
-        self._waiting[number] -= 1
-        while self.next < len(self._buckets) and self._waiting[self.next] == 0:
-            self._launch(self._buckets[self.next])
+        self.fill(self._numbers[index], {index: gradient}, fresh=fresh)
+
+    def fill(self, number: int, gradients: dict[int, Tensor], *, fresh: bool) -> None:
+        """Take over gradients of a bucket's members, by their indices."""
+        arrived = self._arrived[number]
+        for index in arrived.keys() & gradients.keys():
+            # A checkpoint recomputed inside backward gives a second share.
+            gradients[index] = arrived[index] + gradients[index]
+        arrived.update(gradients)
+        if len(self._buckets[number].members) == 1 and any(
+            _is_shared(gradient, fresh=fresh) for gradient in gradients.values()
+        ):
+            self._shared.add(number)
+        while self.next < len(self._buckets) and self._is_full(self.next):
+            self._launch(self.next)
             self.next += 1
 
     def launch_rest(self) -> None:
         """Launch what has come, in buckets that are not full too."""
-        for bucket in self._buckets:
-            self._launch(bucket)
+        for number in range(len(self._buckets)):
+            self._launch(number)
 
-    def totals(self) -> Iterator[tuple[int, Tensor]]:
-        """Wait for the sums and give them, with their members' indices, in the order of launching."""
-        for members, flat, forms, arrived in self._flights:
-            arrived()
-            totals = torch.split(flat, [shape.numel() for shape, _ in forms])
-            for member, total, (shape, dtype) in zip(members, totals, forms, strict=True):
-                total = total.view(shape)
-                yield member.index, total if total.dtype is dtype else total.to(dtype)
+    def totals(self) -> Iterator[dict[int, Tensor]]:
+        """Wait for the sums and give those of each bucket, by their members' indices, in the order of
+        launching."""
+        for flight in self._flights:
+            flight.arrived()
+            if flight.dtype is None:
+                yield flight.totals
+            else:
+                yield {index: total.to(flight.dtype) for index, total in flight.totals.items()}
 
-    def _launch(self, bucket: Bucket) -> None:
-        members = tuple(member for member in bucket.members if member.index in self._arrived)
+    def _is_full(self, number: int) -> bool:
+        return len(self._arrived[number]) == len(self._buckets[number].members)
+
+    def _launch(self, number: int) -> None:
+        arrived, bucket = self._arrived[number], self._buckets[number]
+        members = [member for member in bucket.members if member.index in arrived]
         if not members:
             return
-        parts = [self._arrived.pop(member.index) for member in members]
-        alone = len(parts) == 1 and members[0].reduce in (None, parts[0].dtype)
-        shared = len(bucket.members) > 1 or members[0].index in self._shared
-        copied = not alone or shared or not parts[0].is_contiguous()
+        self._arrived[number] = {}
+        parts = [arrived[member.index] for member in members]
+        for member, part in zip(members, parts, strict=True):
+            if part.layout is not torch.strided:
+                raise _sparse(member, part)
+        alone = len(bucket.members) == 1 and members[0].reduce in (None, parts[0].dtype)
         with torch.no_grad():
-            if copied:
-                flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
-                torch.cat([part.reshape(-1) for part in parts], out=flat)
+            if alone and number not in self._shared and parts[0].is_contiguous():
+                flat, totals = parts[0].view(-1), parts
             else:
-                flat = parts[0].view(-1)
-        arrived = transport.start_sum(flat, groups.group(bucket.key), later=self._later)
-        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], arrived))
+                sizes = list(map(Tensor.numel, parts))
+                flat = self._memory(bucket, sum(sizes), parts[0])
+                totals = side_by_side(flat, parts, sizes)
+        waiting = transport.start_sum(flat, groups.group(bucket.key), later=self._later)
+        by_index = {member.index: total for member, total in zip(members, totals, strict=True)}
+        dtype = None if flat.dtype is parts[0].dtype else parts[0].dtype
+        self._flights.append(_Flight(waiting, by_index, dtype))
+
+
+def side_by_side(flat: Tensor, parts: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Copy tensors of these sizes into a vector one after the other; returns where they lie in it, each in
+    its shape."""
+    places = unflattened(flat, parts)
+    if 0 in sizes:
+        places = [place.view_as(part) for place, part in zip(places, parts, strict=True)]
+    copy_all(places, parts)
+    return places
+
+
+def _sparse(member: BucketMember, gradient: Tensor) -> InputError:
+    return InputError(
+        where=f"gradient of {member.name}",
+        found=f"layout {gradient.layout}",
+        wanted="a dense gradient",
+        remedy="build the embedding with sparse=False",
+    )
 
 
 @dataclass(slots=True)
@@ -214,7 +244,7 @@ class _Round:
     own: list[tuple[int, Tensor]] = field(default_factory=list)  # that no other rank has a share of
 
 
-def _nothing() -> Iterable[tuple[int, Tensor]]:
+def _nothing() -> Iterable[tuple[int, dict[int, Tensor]]]:
     return ()
 
 
@@ -222,34 +252,32 @@ class GradientSync:
     """Takes local gradients and delivers their sums over ranks when backward ends.
 
     One comes from a hook of its own (`add`), or those of a bucket together, as its last one has come
-    (`fill`); `rest()` gives what is left then. `deliver(index, total)` is called once for each gradient, in
-    the autograd engine's last step, on the thread that called `backward`. Whatever a collective raises leaves
-    through `backward`.
+    (`fill`); `rest()` gives what is left then, by buckets. `deliver` is called with the totals of each
+    bucket, in the autograd engine's last step, on the thread that called `backward`. Whatever a collective
+    raises leaves through `backward`.
     """
 
     def __init__(
         self,
         members: Sequence[BucketMember],
-        deliver: Callable[[int, Tensor], None],
+        deliver: Callable[[dict[int, Tensor]], None],
         *,
         device: str = "cpu",
         bucket_bytes: int | None = None,
-        rest: Callable[[], Iterable[tuple[int, Tensor]]] = _nothing,
+        rest: Callable[[], Iterable[tuple[int, dict[int, Tensor]]]] = _nothing,
     ) -> None:
         self.buckets = assign(members, device, bucket_bytes)
         self._deliver, self._rest = deliver, rest
-        self._kept: dict[Bucket, tuple[Tensor, int]] = {}
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # by the bucket's id: to hash it takes 0.1 ms
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Called by a hook, inside backward, with one member's local gradient."""
         self._round().sums.add(index, gradient, fresh=True)
 
-    def fill(self, gradients: Iterable[tuple[int, Tensor]], *, fresh: bool) -> None:
+    def fill(self, number: int, gradients: dict[int, Tensor], *, fresh: bool) -> None:
         """Called inside backward with those of a bucket, `fresh` by the hook of its last one."""
-        sums = self._round().sums
-        for index, gradient in gradients:
-            sums.add(index, gradient, fresh=fresh)
+        self._round().sums.fill(number, gradients, fresh=fresh)
 
     def begin(self) -> None:
         """Called inside backward before any gradient comes: they are delivered as it ends."""
@@ -283,22 +311,22 @@ class GradientSync:
         fresh pages for 100 MB of gradients cost a CPU as much as copying them; torch keeps a GPU's."""
         if like.device.type != "cpu":
             return _new(bucket, length, like)
-        kept, uses = self._kept.get(bucket, (None, 0))
+        kept, uses = self._kept.get(id(bucket), (None, 0))
         if kept is None or kept.shape != (length,) or kept.device != like.device or num_uses(kept) > uses:
             kept = _new(bucket, length, like)
-            self._kept[bucket] = kept, num_uses(kept)
+            self._kept[id(bucket)] = kept, num_uses(kept)
         return kept.view(length)  # an alias, which counts as a use while it lives
 
     def _finish(self, task: int) -> None:
         current = self._rounds.pop(task)
         with plainly():
-            for index, gradient in self._rest():
-                current.sums.add(index, gradient, fresh=False)
+            for number, gradients in self._rest():
+                current.sums.fill(number, gradients, fresh=False)
             current.sums.launch_rest()
             for index, gradient in current.own:
-                self._deliver(index, gradient)
-            for index, total in current.sums.totals():
-                self._deliver(index, total)
+                self._deliver({index: gradient})
+            for totals in current.sums.totals():
+                self._deliver(totals)
 
 
 def _is_shared(gradient: Tensor, *, fresh: bool) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +33,7 @@ from autopar.runtime.parameters.parameters import (
     plainly,
     scatter_once,
 )
-from autopar.torch_seams.tensors import has_hooks
+from autopar.torch_seams.tensors import HOOKS_OF_TENSOR, has_hooks
 
 _SHAPE = attrgetter("shape")
 _STATE = attrgetter("shape", "dtype", "requires_grad")
@@ -106,7 +107,7 @@ class Leaves:
             and all(map(operator.is_, outers, held))
             and list(map(_STATE, outers)) == states
             and list(map(Tensor.data_ptr, outers)) == places
-            and not any(map(has_hooks, map(outers.__getitem__, self._tied_here)))
+            and not any(chain.from_iterable(map(HOOKS_OF_TENSOR, map(outers.__getitem__, self._tied_here))))
         )
 
     def require_no_hooks(self) -> None:
@@ -140,9 +141,14 @@ class Leaves:
         """Whether the outer parameter of a leaf has a `.grad`."""
         return self._find[index]().grad is not None
 
-    def deliver(self, index: int, total: Tensor) -> None:
-        """Add the final local gradient of a leaf to its outer parameter's `.grad`; within `plainly`."""
-        add_plainly(self._find[index](), total)
+    def deliver(self, totals: Mapping[int, Tensor]) -> None:
+        """Add final local gradients of leaves to their outer parameters' `.grad`; within `plainly`."""
+        for index, total in totals.items():
+            outer = self._find[index]()
+            if self._plain and outer.grad is None:
+                outer.grad = total
+            else:
+                add_plainly(outer, total)
 
     def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
         self._check(self._parts[index], outer)
@@ -208,21 +214,23 @@ class Leaves:
         with plainly():
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
+            self._receive(index, detached(gradient))
 
-    def take(self, indices: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The gradients that have added up in these leaves, which no longer hold them then; those of full
         copies scattered, which is collective."""
+        gradients: dict[int, Tensor] = {}
         for index in indices:
-            leaf = self._leaf(index)
+            leaf, tied = self._leaf(index), self._tied[index]
             if leaf is None or (gradient := leaf.grad) is None:
                 continue
             leaf.grad = None
-            tied, part = self._tied[index], self._parts[index]
             if tied is not None and self._find[index]() is not tied[0]:
-                raise _exchanged(part.target)
-            gradient = settled(gradient.detach() if gradient.requires_grad else gradient)
-            yield index, scatter_once(part, gradient) if part.gathers else gradient
+                raise _exchanged(self._parts[index].target)
+            gradients[index] = detached(gradient)
+            if self._parts[index].gathers:
+                gradients[index] = scatter_once(self._parts[index], gradients[index])
+        return gradients
 
     def have_all(self, indices: Iterable[int]) -> bool:
         """Whether each of these leaves has a gradient."""
@@ -238,8 +246,10 @@ class Leaves:
 
     def _leaf(self, index: int) -> Tensor | None:
         """The leaf of a part, as far as there is one."""
+        if index in self._full:
+            return self._full[index]
         tied = self._tied[index]
-        return self._full.get(index, None if tied is None else tied[2])
+        return None if tied is None else tied[2]
 
     def _check(self, part: InputPart, outer: Tensor) -> None:
         laid = f"as {placements_of(part.layout)} with local shape"
@@ -262,6 +272,13 @@ class Leaves:
             f"on {self._mesh.device_type}",
             remedy="change values in place or with load_state_dict, and parallelize again for another device",
         )
+
+
+def detached(gradient: Tensor) -> Tensor:
+    """A gradient with its own values in memory, and no graph behind it."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    return settled(gradient) if gradient.is_conj() or gradient.is_neg() else gradient
 
 
 def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:

@@ -25,7 +25,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import roll_call, transport
 from autopar.runtime.collectives.statements import Statement, StatementPart, unlike
 from autopar.runtime.programs.parameter_changes import ParameterChanges
-from autopar.trace.call.call_signature import Arguments
+from autopar.trace.call.call_signature import PLAIN, Arguments, Leaf
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.values.structure import parts_of
@@ -62,6 +62,7 @@ class Agreement:
         self._device, self._local = device, local_inputs
         self._calls: Counter[Hashable] = Counter()
         self._count = 0
+        self._kinds: dict[Hashable, tuple[StatementPart, ...]] = {}  # the kind of call that was made last
 
     def check(
         self,
@@ -147,13 +148,7 @@ class Agreement:
         *,
         whole: bool,
     ) -> Iterator[StatementPart]:
-        yield from _signature(call, shapes=not self._local)
-        yield StatementPart("train or eval mode of the modules", _CALL, bytes(modes))
-        yield StatementPart("torch.is_grad_enabled()", _CALL, str(torch.is_grad_enabled()).encode())
-        yield StatementPart(
-            "torch.is_inference_mode_enabled()", _CALL, str(torch.is_inference_mode_enabled()).encode()
-        )
-        yield StatementPart("autocast", _CALL, str(Autocast.now(self._device.type)).encode())
+        yield from self._kind_of(call, tuple(modes))
         if not self._local:
             for path, tensor in zip(call.paths, call.tensors, strict=True):
                 if whole or tensor.is_cpu:  # a GPU would be waited for
@@ -161,6 +156,28 @@ class Agreement:
         for name, tensor in held:
             yield StatementPart(name, _STATE, _bytes(tensor, whole=whole))
         yield StatementPart("the default generator", _RANDOM, random)
+
+    def _kind_of(self, call: Arguments, modes: tuple[bool, ...]) -> tuple[StatementPart, ...]:
+        """What is alike in all calls of a kind, which is written out once."""
+        autocast = Autocast.now(self._device.type)
+        flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        learns = tuple(tensor.requires_grad for tensor in call.tensors)
+        kind = (call.key, modes, flags, autocast, learns)
+        if (known := self._kinds.get(kind)) is not None:
+            return known
+        parts = (
+            *_signature(call, shapes=not self._local),
+            StatementPart("train or eval mode of the modules", _CALL, bytes(modes)),
+            StatementPart("torch.is_grad_enabled()", _CALL, str(flags[0]).encode()),
+            StatementPart("torch.is_inference_mode_enabled()", _CALL, str(flags[1]).encode()),
+            StatementPart("autocast", _CALL, str(autocast).encode()),
+        )
+        if all(
+            isinstance(item, (Leaf, *PLAIN)) for item in call.constants
+        ):  # others may say more of themselves
+            self._kinds.clear()
+            self._kinds[kind] = parts
+        return parts
 
 
 def _written(held: Iterable[tuple[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:

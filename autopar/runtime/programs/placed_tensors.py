@@ -226,9 +226,9 @@ class PlacedTensors:
             for item in states
             if not _lie_alike(item.part, self._parts[item.target].part)
         ]
-        if isinstance(made, StagedExecutable) and made.mesh == self._mesh[0] and not moved:
+        if isinstance(made, StagedExecutable) and made.mesh.even == self._mesh[0].even and not moved:
             self._check_stages(made)
-        if moved or made.mesh != self._mesh[0]:
+        if moved or made.mesh.even != self._mesh[0].even:
             raise CheckError(
                 where="a second program of the parallel module",
                 found=f"mesh {made.mesh}" + "".join(f", {name}" for name in moved),

@@ -53,7 +53,7 @@ def axes_alike(prices: Prices) -> Alike:
         return ()
     groups: dict[object, list[int]] = {}
     for axis in mesh.axes:
-        groups.setdefault((mesh.shape[axis], prices.cluster.link(mesh, axis)), []).append(axis)
+        groups.setdefault((mesh.shares_of(axis), prices.cluster.link(mesh, axis)), []).append(axis)
     return tuple(tuple(axes) for axes in groups.values() if len(axes) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Which kind of parallelism an option is: batch, domain, filter or channel."""
+"""Which kind of parallelism an option is: batch, domain, filter, channel or experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopar.core.placement import P, Shard
 from autopar.core.strategy import Option
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
+from autopar.sharding.needed_rows import OWN
 from autopar.sharding.strategies import options_of
 
 
@@ -33,6 +34,7 @@ def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:
 class Kinds:
     """Kind of parallelism of each option.
 
+    Experts shards a mixture's experts, in the operator that runs them and in what its weights come from.
     Model parallelism shards a weight's factor: filter if a result has it, channel if it is summed over. Any
     other factor is batch if it reaches the first dim of a user input, else domain. An operator without
     weights goes with its neighbours: by domain if an operator with weights could go on so, although a weight
@@ -53,6 +55,13 @@ class Kinds:
             if item.operands and self.weights.issuperset(item.operands):
                 self.weights.update(name for name in item.results if name)
         self.repeated = set(self._repeated(graph))
+        self.experts: set[Atom] = {
+            component
+            for item in graph.operators
+            for option in options_of(item, dims)
+            if option.factor == OWN
+            for component in self._components(item, option)
+        }
         self.free: set[Atom] = {
             component
             for item in graph.operators
@@ -85,6 +94,8 @@ class Kinds:
         if not option.shards:
             return None
         components = self._components(operation, option)
+        if components & self.experts:
+            return Parallelism.EXPERTS
         weighted = bool(self.weights.intersection(operation.operands))
         if weighted:
             model = self._own(operation, option)

@@ -21,6 +21,7 @@ from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
+from autopar.sharding.needed_rows import AT_RUN_TIME
 from autopar.sharding.rule import Regroup, rule_of
 from autopar.sharding.strategies import options_of, strategies_of
 from autopar.solve.choices.fold import Folding, pin_of
@@ -77,7 +78,7 @@ def build_space(
         used |= {item.name, item.module} & pins.keys()
         if folding.class_of[item.name] != item.name:
             continue
-        offered: Sequence[Strategy] = strategies_of(item, prices.dims)
+        offered = runnable(item, prices)
         pin = pin_of(item, pins)
         if pin is None:
             offered = useful(item, offered, prices, anchors)
@@ -90,7 +91,7 @@ def build_space(
             pruned[same] = undominated(item, offered, prices, groups)
         offered = pruned[same]
         if pin is not None:
-            offered = pinned(item, offered, pin)
+            offered = pinned(item, offered, pin, prices)
         strategies[item.name] = offered
     if pins.keys() - used:
         raise InputError(
@@ -159,6 +160,14 @@ def useful(
         for strategy in kept
         if not any(shardable[axis] and strategy[axis].factor == UNSUMMED for axis in axes)
     ]
+
+
+def runnable(operation: Operator, prices: Prices) -> Sequence[Strategy]:
+    """Every strategy; of a compiled program those by which a rank's tensors have sizes known before."""
+    every = strategies_of(operation, prices.dims)
+    if prices.groups is None:
+        return every
+    return [each for each in every if AT_RUN_TIME.isdisjoint(o.factor.partition(".")[0] for o in each)]
 
 
 def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
@@ -268,7 +277,9 @@ def is_heavy(operation: Operator, prices: Prices) -> bool:
     return prices.operator(operation, (whole,) * len(prices.dims.mesh.shape)).flops > 0
 
 
-def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None]) -> list[Strategy]:
+def pinned(
+    operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None], prices: Prices
+) -> list[Strategy]:
     """Strategies whose factor on each axis is the pinned one; None is any unsharded option."""
     found = [
         strategy
@@ -283,11 +294,15 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
         offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
         raise InputError(
             where=f"force[{operation.module or operation.name!r}]",
-            found=str(list(pin)),
+            found=f"{list(pin)} on mesh {prices.dims.mesh}, of operands {_shapes(operation, prices.graph)}",
             wanted=f"a factor or None for each axis, of {', '.join(offers) or 'none'}",
             remedy="choose a factor that the operator has and that is long enough for the axis",
         )
     return found
+
+
+def _shapes(operation: Operator, graph: Graph) -> str:
+    return ", ".join("x".join(map(str, graph.specs[name].shape)) for name in operation.operands) or "none"
 
 
 # -- inputs and outputs ----------------------------------------------------------------------------------
@@ -379,11 +394,11 @@ def storable(name: str, layout: Layout, dims: Dims) -> bool:
         if len(places) > 1:
             return False
         for place in places:
-            axes = [axis for axis, item in enumerate(layout) if item == place]
+            axes = tuple(axis for axis, item in enumerate(layout) if item == place)
             sizes = [dims.mesh.shape[axis] for axis in axes]
             atoms = dims.atoms.of[name][dim]
             scale = math.prod(atoms) // atoms[place.atom]
-            ours = tuple(bound * scale for bound in dims.cut(dims.component(name, place), tuple(sizes)))
+            ours = tuple(bound * scale for bound in dims.cut(dims.component(name, place), axes))
             if ours != nested(math.prod(atoms), sizes, chunked):
                 return False
     return True

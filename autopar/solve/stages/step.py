@@ -52,8 +52,8 @@ class Step:
     seconds of all stages together. Of these alone the bound is larger by 1 / `share`; if memory had no end
     the assignment would take `free` seconds. Bytes are those of the fullest rank.
 
-    Where operators are few another assignment may be cut more evenly: there joint_bound.py bounds the
-    plan."""
+    To call the operators of the average rank takes a GPU's host `calls`, and no step less. Where operators
+    are few another assignment may be cut more evenly: there joint_bound.py bounds the plan."""
 
     solution: Solution
     cost: StepCost
@@ -63,6 +63,7 @@ class Step:
     state_bytes: int
     free: float
     share: float = 1.0
+    calls: float = 0.0
     cut: Cut | None = None
     schedule: Schedule | None = None
     filling: tuple[StageCost, ...] = ()  # for which the schedule's waits are filled, if they are
@@ -88,14 +89,17 @@ def step_weight(ranks: int, micro_batches: int) -> float:
 def unstaged(solution: Solution, micro_batches: int) -> Step:
     """Make the step without stages."""
     cost = solution.priced.cost
+    calls = micro_batches * cost.calls
+    seconds = max(cost.of(micro_batches), calls)
     return Step(
         solution=solution,
         cost=cost,
-        seconds=cost.of(micro_batches),
-        bound=micro_batches * solution.bound,
+        seconds=seconds,
+        bound=max(micro_batches * solution.bound, calls) if solution.bound > -math.inf else -math.inf,
         peak_bytes=solution.peak.nbytes,
         state_bytes=solution.peak.state,
-        free=cost.of(micro_batches),
+        free=seconds,
+        calls=calls,
     )
 
 
@@ -295,16 +299,19 @@ def step_of(
 ) -> Step:
     """The step of an assignment with its cut; `share` and `free` are those of `Step`."""
     fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
+    cost = solution.priced.remedied(offload=()).cost  # what is moved hides
+    calls = schedule.micro_batches * cost.calls / schedule.ranks
     return Step(
         solution=solution,
-        cost=solution.priced.remedied(offload=()).cost,  # what is moved hides
-        seconds=cut.seconds,
-        bound=share * cut.bound,
+        cost=cost,
+        seconds=max(cut.seconds, calls),
+        bound=max(share * cut.bound, calls),
         peak_bytes=cut.rank_bytes[fullest],
         state_bytes=sum(
             stage.state for place, stage in enumerate(cut.stages) if schedule.rank_of(place) == fullest
         ),
         free=free,
+        calls=calls,
         share=share,
         cut=cut,
         schedule=schedule,

@@ -26,7 +26,7 @@ from autopar.torch_seams import pytree
 from autopar.trace.reads.reachable_state import filled_cells
 
 LossFunction = Callable[..., torch.Tensor]
-_PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def holds_tensors(value: Any) -> bool:
         item = todo.pop()
         if isinstance(item, (torch.Tensor, np.ndarray)):
             return True
-        if isinstance(item, (*_PLAIN, type, types.ModuleType)) or id(item) in seen:
+        if isinstance(item, (*PLAIN, type, types.ModuleType)) or id(item) in seen:
             continue
         seen[id(item)] = item
         names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
@@ -301,7 +301,7 @@ def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
         if isinstance(leaf, torch.Tensor):
             constants.append(Leaf(len(tensors)))
             tensors.append(leaf)
-        elif isinstance(leaf, _PLAIN):
+        elif isinstance(leaf, PLAIN):
             constants.append(leaf)
         elif isinstance(leaf, Distribution):
             raise _returns_distribution(pytree.keystr(path), type(leaf).__name__)

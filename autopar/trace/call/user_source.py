@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
+import os
 import re
 import sysconfig
 import traceback
@@ -30,6 +32,7 @@ _LINE_LENGTH = 80  # characters of a line of source in an error, which stays bel
 _OURS = (__file__.rsplit("/", 3)[0] + "/", sysconfig.get_path("stdlib") + "/")
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     """Whether a source file is autopar's, torch's or Python's own: not the user's."""
     return file.startswith(_OURS) or "site-packages" in file or "/torch/" in file or file.startswith("<")
@@ -50,7 +53,7 @@ def is_tool(file: str) -> bool:
 
 def shown_path(file: str) -> str:
     """A source file as errors show it: from the working directory on, where it lies below that."""
-    return file.removeprefix(f"{Path.cwd()}/")
+    return file.removeprefix(f"{os.getcwd()}/")
 
 
 def _frames(text: str) -> Iterator[str]:

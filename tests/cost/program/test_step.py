@@ -9,6 +9,7 @@ from autopar.core.graph import Graph, Ref
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
+from autopar.cost.program.host import FORWARD_CALL_SECONDS
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.step import StepCost
 from autopar.planning.asked.request import Request
@@ -43,7 +44,8 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     assert found.update == 2 * (4 * 120 + 4)
     used = anew(priced(graph, find_atoms(graph)), training=False)
     alone = PricedProgram(used, force_factors(graph, used.dims, {made: "n0", loss: "d0"})).cost
-    assert alone == StepCost(forward=found.forward, backward=0, sync=0, update=0)
+    calls = 2 * FORWARD_CALL_SECONDS
+    assert alone == StepCost(forward=found.forward, backward=0, sync=0, update=0, calls=calls)
 
 
 def test_what_is_done_once_is_not_repeated() -> None:

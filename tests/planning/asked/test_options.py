@@ -28,7 +28,7 @@ TWO = ClusterSpec.local(2)
 DOORS = (PLAN, PARALLELIZE, VERIFY, COMPARE)  # those that take their options by Unpack
 KINDS = [kind.value for kind in Parallelism]
 NAMES = {  # of the options that are one of some names
-    "force": [*KINDS, "pipeline"],
+    "force": [*KINDS, "sequence", "pipeline"],
     "schedule": [*(kind.value for kind in ScheduleKind), "auto"],
     "recompute": [choice.value for choice in Recompute],
     "offload": [choice.value for choice in Offload],
@@ -139,7 +139,7 @@ def test_the_environment_says_an_option_by_words_of_its_type(option: str) -> Non
     taken = [word for word in words if _is_read(option, word)]
     if option in ("measure", "compile", "overlap"):
         assert taken == [True]
-    elif option in ("gap", "time_limit", "measure_seconds"):
+    elif option in ("gap", "time_limit", "measure_seconds", "imbalance"):
         assert taken == [2, 0.5]
     elif option in ("memory", "stages", "micro_batches"):
         assert taken == ["2", 2]

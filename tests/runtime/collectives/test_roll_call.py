@@ -89,3 +89,27 @@ def test_an_attribute_that_one_rank_changes_alone_ends_all_by_name(tmp_path: Pat
     assert f"{found}(new, as Scaled.rate has changed)" in told
     assert "change what forward reads, and what learns, on every rank alike" in told
     assert seconds < 110
+
+
+SLOW = """
+from autopar.runtime.programs.call_programs import CallPrograms
+bind = CallPrograms._bind
+
+def slow(self, *args, **kwargs):
+    if rank == 1:
+        time.sleep(5)
+    return bind(self, *args, **kwargs)
+
+CallPrograms._bind = slow
+roll_call.WARNING_SECONDS = 30.0
+parallel(x[:7]), parallel(x[:6])
+with roll_call.collective("two programs", compares=True):
+    parallel(x[:5]), parallel(x[:3])
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_longer_to_make_a_program_is_waited_for(tmp_path: Path) -> None:
+    """While it makes the first of two in one call, the other rank is at the second."""
+    code, told, _ = run(tmp_path, SLOW)
+    assert code == 0, told

@@ -19,6 +19,7 @@ from autopar.runtime.parameters.gradient_buckets import (
     GradientSync,
     Sums,
     assign,
+    side_by_side,
 )
 from tests.pool import Pool
 from tests.runtime.collectives.cases import TIMEOUT
@@ -65,8 +66,9 @@ def _shares(order: list[int], parts: int) -> list[int]:
     rank = dist.get_rank()
     totals: dict[int, Tensor] = {}
 
-    def deliver(index: int, total: Tensor) -> None:
-        totals[index] = totals[index] + total if index in totals else total.clone()
+    def deliver(sums: dict[int, Tensor]) -> None:
+        for index, total in sums.items():
+            totals[index] = totals[index] + total if index in totals else total.clone()
 
     sync = GradientSync([member(index) for index in range(4)], deliver, bucket_bytes=16)
     root = torch.ones(1, requires_grad=True)
@@ -97,7 +99,7 @@ def _storage_of_its_own() -> None:
     leaves = [torch.zeros(2, 3, requires_grad=True) for _ in range(2)]
     local: dict[int, int] = {}
     totals: dict[int, Tensor] = {}
-    sync = GradientSync([member(0), member(1)], totals.__setitem__, bucket_bytes=1)
+    sync = GradientSync([member(0), member(1)], totals.update, bucket_bytes=1)
 
     def receive(index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -126,7 +128,8 @@ def _at_rest() -> None:
     for gradient, in_place in ((held.view(2, 3), False), (held.view(2, 3).clone(), True)):
         sums, place = Sums(assign([member(0)], "cpu", 1)), gradient.data_ptr()
         sums.add(0, gradient, fresh=False)
-        ((index, total),) = sums.totals()
+        (totals,) = sums.totals()
+        ((index, total),) = totals.items()
         assert index == 0 and torch.equal(total, torch.full((2, 3), 3.0))
         assert (total.data_ptr() == place) == in_place
     assert torch.equal(held, torch.full((6,), 1.0 + dist.get_rank()))
@@ -147,9 +150,9 @@ def _in_turn() -> list[int]:
     sums.launch_rest()
     sums.add(3, torch.full((2,), 3.0), fresh=False)  # comes late, and goes out by itself
     sums.launch_rest()
-    assert [(index, total[0].item()) for index, total in sums.totals()] == [
-        (n, 2.0 * n) for n in (0, 1, 2, 4, 3)
-    ]
+    assert [{index: total[0].item() for index, total in each.items()} for each in sums.totals()] == [
+        {0: 0.0, 1: 2.0}, {2: 4.0}, {4: 8.0}, {3: 6.0}
+    ]  # fmt: skip
     return started
 
 
@@ -173,11 +176,22 @@ def _asked_for() -> list[int]:
     for index, count in enumerate((2, 6, 3)):
         sums.add(index, torch.full((count,), float(index)), fresh=False)
     sums.add(3, torch.full((2, 2), 3.0).t()[:, :1], fresh=False)  # a view, which is not contiguous
-    assert [(index, total.flatten().tolist()) for index, total in sums.totals()] == [
-        (0, [0.0] * 2), (1, [2.0] * 6), (2, [4.0] * 3), (3, [6.0] * 2)
+    assert [{index: total.flatten().tolist() for index, total in each.items()} for each in sums.totals()] == [
+        {0: [0.0] * 2, 1: [2.0] * 6, 2: [4.0] * 3}, {3: [6.0] * 2}
     ]  # fmt: skip
     return asked
 
 
 def test_a_bucket_takes_memory_for_all_its_numbers(pools: Pools) -> None:
     assert pools(2).run(_asked_for) == [[2 + 6 + 3, 2]] * 2
+
+
+def test_tensors_that_lie_side_by_side_keep_their_shapes() -> None:
+    """Also what has no elements, a number, and a view that isn't contiguous."""
+    parts = [torch.randn(2, 3), torch.empty(0, 5), torch.tensor(7.0), torch.randn(2, 2).t()]
+    flat = torch.empty(11)
+    places = side_by_side(flat, parts, [6, 0, 1, 4])
+    assert all(map(torch.equal, places, parts))
+    assert torch.equal(flat, torch.cat([part.reshape(-1) for part in parts]))
+    flat.fill_(1.0)
+    assert all(torch.equal(place, torch.ones_like(place)) for place in places)

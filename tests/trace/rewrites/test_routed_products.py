@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
+from autopar.trace.experts.routed_experts import ROUTED_EXPERTS
 from autopar.trace.export import trace
 from autopar.trace.rewrites.routed_products import ROUTED_MM
 from autopar.trace.target import Target
@@ -65,7 +66,7 @@ def test_no_row_is_moved_where_nobody_sees_the_order(
 ) -> None:
     model, x = Experts(back, k, sorts=sorts), torch.randn(6, WIDTH)
     targets = {item.target for item in trace(model, (x,), {}).graph.operators}
-    assert ROUTED_MM in targets
+    assert ROUTED_EXPERTS in targets and ROUTED_MM not in targets
     assert not targets & {
         aten.sort.default,
         aten.argsort.default,
@@ -97,7 +98,7 @@ def test_rows_that_somebody_sees_in_their_order_stay_in_it() -> None:
 
     graph = trace(Seen(back_put, 2), (torch.randn(6, WIDTH),), {}).graph
     targets = {item.target for item in graph.operators}
-    assert ROUTED_MM not in targets and aten._grouped_mm.default in targets
+    assert not targets & {ROUTED_MM, ROUTED_EXPERTS} and aten._grouped_mm.default in targets
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,4 +111,4 @@ def test_experts_of_transformers_are_known_in_every_dtype(dtype: torch.dtype) ->
     model = transformers.MixtralForCausalLM(config).to(dtype)
     tokens = torch.randint(0, 16, (4, 6))
     targets = [item.target for item in trace(model, (), {"input_ids": tokens}).graph.operators]
-    assert targets.count(ROUTED_MM) == 2 and aten.sort.default not in targets
+    assert targets.count(ROUTED_EXPERTS) == 1 and aten.sort.default not in targets

@@ -1,0 +1,170 @@
+"""What travels between islands in place of a tensor, and what is left over for the next time.
+
+    full        the tensor itself
+    bf16        rounded to bfloat16: a half or a quarter of the bytes
+    int8        steps of 1/127 of the largest magnitude
+    top1%       the largest hundredth of the elements, with their places    Aji and Heafield 2017, Lin 2018
+    above0.01   +-0.01 where the magnitude is larger                        Strom 2015
+
+What a wire drops stays here as a *residual*, and is added to the next tensor (error feedback). Sums are of
+what was decoded, in the tensor's own dtype. A message has the smaller of two forms: elements with their
+places, or all elements.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.errors import InputError, show_value
+
+LEVELS = 127  # steps of int8 on either side
+PLACE_BYTES = 4  # of an element's place
+
+
+class Wire(Protocol):
+    """A form in which tensors travel."""
+
+    def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """What travels for a flat tensor."""
+        ...
+
+    def decoded(self, message: tuple[Tensor, ...], like: Tensor) -> Tensor:
+        """What arrives, as large as `like` and of its dtype."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what arrives is what was sent."""
+        ...
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all elements travel: then each island sums a part, and the sum travels likewise."""
+        ...
+
+    def said(self, before: str = "") -> str:
+        """The wire in a rule's text; empty for the full one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FullWire:
+    """The tensor itself."""
+
+    is_exact: bool = True
+    is_dense: bool = True
+
+    def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (flat,)
+
+    def decoded(self, message: tuple[Tensor, ...], like: Tensor) -> Tensor:
+        return message[0].to(like)
+
+    def said(self, before: str = "") -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWire:
+    """Elements of a narrower dtype: bfloat16, or 8 bits and a scale."""
+
+    name: str
+    is_exact: bool = False
+    is_dense: bool = True
+
+    def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
+        if self.name == "bf16":
+            return (flat.bfloat16(),)
+        largest = flat.abs().max() if flat.numel() else flat.new_zeros(())
+        scale = (largest / LEVELS).reshape(1)
+        steps = torch.where(scale > 0, flat / scale, torch.zeros_like(flat)).round()
+        return steps.to(torch.int8), scale
+
+    def decoded(self, message: tuple[Tensor, ...], like: Tensor) -> Tensor:
+        values = message[0].to(like)
+        return values if self.name == "bf16" else values * message[1].to(like)
+
+    def said(self, before: str = "") -> str:
+        return f'{before}wire="{self.name}"'
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWire:
+    """The elements of largest magnitude, a `share` of them, or signs of those above a `threshold`."""
+
+    share: float = 0.0
+    threshold: float = 0.0
+    is_exact: bool = False
+    is_dense: bool = False
+
+    def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
+        places = self.places(flat)
+        values = flat[places]
+        if self.threshold:
+            values = values.sign() * self.threshold
+        if len(places) * (PLACE_BYTES + flat.itemsize) < flat.nbytes:
+            return values, places.to(torch.int32)
+        return (torch.zeros_like(flat).index_copy_(0, places, values),)
+
+    def places(self, flat: Tensor) -> Tensor:
+        """Where the elements are that travel, in rising order."""
+        if self.threshold:
+            return (flat.abs() > self.threshold).nonzero().flatten()
+        count = min(flat.numel(), max(1, math.ceil(self.share * flat.numel())))
+        return flat.abs().topk(count).indices.sort().values
+
+    def decoded(self, message: tuple[Tensor, ...], like: Tensor) -> Tensor:
+        if len(message) == 1:
+            return message[0].to(like)
+        return torch.zeros_like(like).index_copy_(0, message[1].long(), message[0].to(like))
+
+    def said(self, before: str = "") -> str:
+        name = f"above{self.threshold:g}" if self.threshold else f"top{100 * self.share:g}%"
+        return f'{before}wire="{name}"'
+
+
+FULL = FullWire()
+_TOP = re.compile(r"top(\d+(?:\.\d+)?)%")
+_ABOVE = re.compile(r"above(\d+(?:\.\d+)?(?:e-?\d+)?)")
+
+
+def read_wire(word: str | Wire) -> Wire:
+    """The wire that `word` names; raises InputError for others."""
+    if not isinstance(word, str):
+        return word
+    if word in ("full", "bf16", "int8"):
+        return FULL if word == "full" else RoundedWire(word)
+    if (match := _TOP.fullmatch(word)) and 0 < float(match[1]) <= 100:
+        return SparseWire(share=float(match[1]) / 100)
+    if (match := _ABOVE.fullmatch(word)) and float(match[1]) > 0:
+        return SparseWire(threshold=float(match[1]))
+    raise InputError(
+        where="updates, wire",
+        found=show_value(word),
+        wanted="full, bf16, int8, top1% (a share of the elements) or above0.01 (a threshold)",
+        remedy="choose one of these",
+    )
+
+
+class Sender:
+    """One end of a wire, with what it has dropped so far of each tensor."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.residuals: dict[str, Tensor] = {}
+
+    def send(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The message for a tensor, and for what was dropped of the one before it."""
+        flat = tensor.detach().reshape(-1)
+        if self.wire.is_exact:
+            return self.wire.coded(flat)
+        flat = flat + self.residuals[name] if name in self.residuals else flat.clone()
+        message = self.wire.coded(flat)
+        self.residuals[name] = flat - self.wire.decoded(message, flat)
+        return message
