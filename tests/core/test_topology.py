@@ -102,6 +102,15 @@ def test_a_topology_is_told_beside_other_violations(tmp_path: Path) -> None:
         read(tmp_path, 'topology = "ring"\nsizes = [2]', TOML.replace('latency = "1us"\n', ""))
 
 
+def test_unlike_groups_have_no_topology(tmp_path: Path) -> None:
+    groups = TOML.replace("[cluster]", '[[groups]]\nname = "all"\ndevice = "v100"').replace(
+        "[links.inter]", '[links.intra]\nbandwidth = "1GB/s"\nlatency = "1us"\n[links.inter]'
+    )
+    assert read(tmp_path, "", groups).topology is None
+    with pytest.raises(InputError, match=r"links\.inter\.topology: found an unknown key"):
+        read(tmp_path, 'topology = "ring"', groups)
+
+
 def test_stages_keep_the_topology_where_they_span_nodes(tmp_path: Path) -> None:
     whole = read(tmp_path, 'topology = "ring"')
     assert whole.stage(2).topology == whole.topology and whole.stage(2).nodes == 4
