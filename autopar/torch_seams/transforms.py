@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from autopar.torch_seams.replaced import Replaceable
-from autopar.torch_seams.required import required
+from autopar.torch_seams.required import expect, required
 
 with required():
     from torch._functorch import eager_transforms, vmap
+    from torch.autograd import forward_ad
+
+    expect(isinstance(forward_ad._current_level, int), "torch.autograd.forward_ad._current_level", "a number")
 
     jit_tracing: Callable[[], Any] = torch._C._get_tracing_state
     """What torch.jit.trace traces with; None where it doesn't."""
@@ -25,3 +28,8 @@ with required():
         Replaceable(vmap, "vmap_increment_nesting"),
     )
     """What each transform of torch.func begins with."""
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode derivatives is open, whose tangents programs don't carry."""
+    return forward_ad._current_level >= 0

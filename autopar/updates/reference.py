@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.updates.event_log import EventLog
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, Summed, UpdateRule
-from autopar.updates.wires import Sender, Wire
+from autopar.updates.wires import Sender, Wire, flat_of, shaped_as
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -191,16 +191,16 @@ class SerialMean:
         self.again = [Sender(wire) for _ in range(islands)]
 
     def __call__(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        flats = [tensor.detach().reshape(-1) for tensor in tensors]
+        flats = [flat_of(tensor) for tensor in tensors]
         if not self.senders[0].wire.is_dense:
-            return self._mean(name, flats, self.senders).view_as(tensors[0])
+            return shaped_as(tensors[0], self._mean(name, flats, self.senders))
         parts = zip(*(flat.tensor_split(self.islands) for flat in flats), strict=True)
         means = []
         for owner, pieces in enumerate(parts):
             mean = self._mean(f"{name}/{owner}", pieces, self.senders)
             message = self.again[owner].send(name, mean)
             means.append(self.again[owner].wire.decoded(message, mean))
-        return torch.cat(means).view_as(tensors[0])
+        return shaped_as(tensors[0], torch.cat(means))
 
     @staticmethod
     def _mean(name: str, flats: Sequence[Tensor], senders: Sequence[Sender]) -> Tensor:

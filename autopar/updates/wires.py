@@ -81,14 +81,13 @@ class RoundedWire:
     def coded(self, flat: Tensor) -> tuple[Tensor, ...]:
         if self.name == "bf16":
             return (flat.bfloat16(),)
-        largest = flat.abs().max() if flat.numel() else flat.new_zeros(())
-        scale = (largest / LEVELS).reshape(1)
-        steps = torch.where(scale > 0, flat / scale, torch.zeros_like(flat)).round()
+        wide = flat.double()  # a scale that is rounded itself would carry the largest beyond 127
+        scale = (wide.abs().max() if flat.numel() else wide.new_zeros(())).reshape(1) / LEVELS
+        steps = torch.where(scale != 0, wide / scale, torch.zeros_like(wide)).round().clamp(-LEVELS, LEVELS)
         return steps.to(torch.int8), scale
 
     def decoded(self, message: tuple[Tensor, ...], like: Tensor) -> Tensor:
-        values = message[0].to(like)
-        return values if self.name == "bf16" else values * message[1].to(like)
+        return message[0].to(like) if self.name == "bf16" else (message[0].double() * message[1]).to(like)
 
     def said(self, before: str = "") -> str:
         return f'{before}wire="{self.name}"'
@@ -107,7 +106,7 @@ class SparseWire:
         places = self.places(flat)
         values = flat[places]
         if self.threshold:
-            values = values.sign() * self.threshold
+            values = torch.where(values.isnan(), values, values.sign() * self.threshold)
         if len(places) * (PLACE_BYTES + flat.itemsize) < flat.nbytes:
             return values, places.to(torch.int32)
         return (torch.zeros_like(flat).index_copy_(0, places, values),)
@@ -115,7 +114,7 @@ class SparseWire:
     def places(self, flat: Tensor) -> Tensor:
         """Where the elements are that travel, in rising order."""
         if self.threshold:
-            return (flat.abs() > self.threshold).nonzero().flatten()
+            return (~(flat.abs() <= self.threshold)).nonzero().flatten()  # NaN, too
         count = min(flat.numel(), max(1, math.ceil(self.share * flat.numel())))
         return flat.abs().topk(count).indices.sort().values
 
@@ -160,11 +159,22 @@ class Sender:
         self.residuals: dict[str, Tensor] = {}
 
     def send(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The message for a tensor, and for what was dropped of the one before it."""
-        flat = tensor.detach().reshape(-1)
+        """The message for a flat tensor, and for what was dropped of the one before it."""
         if self.wire.is_exact:
-            return self.wire.coded(flat)
-        flat = flat + self.residuals[name] if name in self.residuals else flat.clone()
+            return self.wire.coded(tensor)
+        flat = tensor + self.residuals[name] if name in self.residuals else tensor.clone()
         message = self.wire.coded(flat)
-        self.residuals[name] = flat - self.wire.decoded(message, flat)
+        dropped = flat - self.wire.decoded(message, flat)
+        self.residuals[name] = torch.where(dropped.isfinite(), dropped, torch.zeros_like(dropped))
         return message
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """The real numbers of a tensor, one after the other."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.reshape(-1)
+
+
+def shaped_as(tensor: Tensor, flat: Tensor) -> Tensor:
+    """Real numbers as a tensor that has the other's shape and dtype."""
+    return torch.view_as_complex(flat.view(*tensor.shape, 2)) if tensor.is_complex() else flat.view_as(tensor)

@@ -11,7 +11,7 @@ from autopar.errors import InputError
 from autopar.updates.event_log import EventLog, GradientEvent
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, check_islands, every, gossip, read_updates, server
-from autopar.updates.wires import Sender, SparseWire, read_wire
+from autopar.updates.wires import Sender, SparseWire, flat_of, read_wire, shaped_as
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_a_wire_drops_comes_later(name: str) -> None:
     sender, sent, arrived = Sender(read_wire(name)), torch.zeros(64), torch.zeros(64)
     for seed in range(40):
         tensor = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
-        message = sender.send("w", tensor)
+        message = sender.send("w", tensor.flatten())
         sent += tensor.flatten()
         arrived += sender.wire.decoded(message, sent)
     residual = sender.residuals.get("w", torch.zeros(64))
@@ -102,6 +102,33 @@ def test_sparse_messages_are_dense_where_that_is_smaller() -> None:
     flat = torch.randn(100)
     assert [len(SparseWire(share=share).coded(flat)) for share in (0.1, 0.4, 0.6)] == [2, 2, 1]
     assert read_wire("top1%").coded(torch.zeros(0))[0].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-30, -14, 0, 4])
+def test_no_wire_of_steps_turns_a_sign(dtype: torch.dtype, exponent: int) -> None:
+    wire = read_wire("int8")
+    for seed in range(200):
+        drawn = torch.randn(8, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+        flat = drawn.to(dtype)
+        arrived = wire.decoded(wire.coded(flat), flat)
+        assert not (arrived.sign() * flat.sign() < 0).any()
+        assert (arrived - flat).double().abs().max() <= flat.double().abs().max() / 100
+
+
+def test_what_is_not_finite_travels_and_stays_nowhere() -> None:
+    for name in ("bf16", "int8", "top10%", "above0.1"):
+        sender = Sender(read_wire(name))
+        flat = torch.ones(16)
+        flat[3] = torch.nan
+        arrived = sender.wire.decoded(sender.send("w", flat), flat)
+        assert not arrived.isfinite().all(), name
+        assert sender.residuals["w"].isfinite().all()
+
+
+def test_complex_tensors_travel_as_real_numbers() -> None:
+    tensor = torch.randn(3, 2, dtype=torch.complex64)
+    assert flat_of(tensor).shape == (12,) and torch.equal(shaped_as(tensor, flat_of(tensor)), tensor)
 
 
 def test_a_log_counts_ages() -> None:

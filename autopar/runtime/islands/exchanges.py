@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.islands.joining import Islands
-from autopar.runtime.islands.messages import MeanOverIslands
+from autopar.runtime.islands.messages import BORDER, GRADIENTS, PARAMETERS, Mark, MeanOverIslands
 from autopar.runtime.parameters.parameters import local
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, Summed
@@ -57,8 +57,9 @@ class Exchange:
         """Whether any island is asked to leave, at a border at which islands meet; collective there."""
         return asked
 
-    def finish(self) -> None:
-        """Let all islands have the same parameters at the end; collective over islands."""
+    def finish(self) -> bool:
+        """Let islands meet at the end; whether that has changed parameters. Collective over islands."""
+        return False
 
     def save(self, folder: Path, step: int, keep: int) -> None:
         """Keep what the next exchange depends on beside parameters, for a save of that step."""
@@ -68,6 +69,7 @@ class IslandExchange(Exchange):
     """What all rules have in common: the parameters of this rank that learn, and the other islands."""
 
     meets_every = 1  # steps
+    step = 0  # that are done
 
     def __init__(self, islands: Islands, model: nn.Module) -> None:
         self.islands, self.across, self.model = islands, islands.across, model
@@ -81,7 +83,48 @@ class IslandExchange(Exchange):
             yield
 
     def leaves(self, step: int, asked: bool) -> bool:
-        return bool(self.across.largest(int(asked))) if step % self.meets_every == 0 else False
+        return (
+            bool(self.across.largest(int(asked), Mark(BORDER, step)))
+            if step % self.meets_every == 0
+            else False
+        )
+
+    def after_step(self, step: int) -> None:
+        self.step = step
+        self.require_alike()
+
+    def require_alike(self) -> None:
+        """Raise InputError where other parameters learn than when the loop began."""
+        held = [name for name, item in self.model.named_parameters() if item.requires_grad and item.numel()]
+        if changed := set(held).symmetric_difference(name for name, _ in self.named):
+            name = sorted(changed)[0]
+            raise InputError(
+                where=f"autopar.steps with updates={self.islands.rule}",
+                found=f"{name}, which {'learns' if name in held else 'is frozen'} since the loop began",
+                wanted="the same parameters that learn in all steps of a loop",
+                remedy="freeze them before it, and begin another loop where that changes",
+            )
+
+    def require_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise InputError where a parameter learns that no optimizer of the loop has."""
+        taken = {id(item) for each in optimizers for group in each.param_groups for item in group["params"]}
+        if missed := [name for name, item in self.named if id(item) not in taken]:
+            raise InputError(
+                where=f"autopar.steps with updates={self.islands.rule}",
+                found=f"{missed[0]} in no optimizer that was passed",
+                wanted="all optimizers of the loop, whose steps wait for other islands",
+                remedy="pass optimizer= to autopar.steps, and freeze what needn't learn",
+            )
+
+    def require_no_closure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise InputError for a step that makes its gradients by itself, after they were to be exchanged."""
+        if kwargs.get("closure") is not None or any(item is not None for item in args[1:]):  # beside itself
+            raise InputError(
+                where=f"optimizer.step with updates={self.islands.rule}",
+                found="a closure",
+                wanted="gradients before the step, which islands exchange then",
+                remedy="call backward, then optimizer.step() without arguments",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What the next exchange depends on beside parameters."""
@@ -137,8 +180,11 @@ class SummedExchange(IslandExchange):
     @contextmanager
     def around(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         names = {id(item): name for name, item in self.named}
+        self.require_optimizers(optimizers)
 
-        def average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def average(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.require_no_closure(args, kwargs)
+            self.require_alike()
             held = [item for group in optimizer.param_groups for item in group["params"] if id(item) in names]
             self._average([(names[id(item)], item) for item in held])
 
@@ -156,7 +202,7 @@ class SummedExchange(IslandExchange):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         mine = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
-        for (_, gradient), mean in zip(mine, self.mean(mine), strict=True):
+        for (_, gradient), mean in zip(mine, self.mean(mine, Mark(GRADIENTS, self.step)), strict=True):
             gradient.copy_(mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,13 +223,15 @@ class GossipExchange(IslandExchange):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
+        super().after_step(step)
         rows = weights(self.rule.neighbours, self.islands.count, step - 1)
         mine = self.islands.mine
         takers = [other for other, row in enumerate(rows) if mine in row and other != mine]
         givers = [other for other in sorted(rows[mine]) if other != mine]
         held = [tensor for _, tensor in self.held()]
         message = tuple(tensor.reshape(-1).clone() for tensor in held)
-        arrived = self.across.swap(dict.fromkeys(takers, message), givers) | {mine: message}
+        sent = dict.fromkeys(takers, message)
+        arrived = self.across.swap(sent, Mark(PARAMETERS, step), givers) | {mine: message}
         for place, tensor in enumerate(held):
             mixed = [arrived[other][place] * weight for other, weight in sorted(rows[mine].items())]
             tensor.copy_(sum(mixed[1:], mixed[0]).view_as(tensor))
@@ -210,6 +258,7 @@ class EveryExchange(IslandExchange):
         self.anchors = [nn.Parameter(tensor.clone()) for _, tensor in self.held()]
         self.outer = [self._outer(self.anchors[part :: rule.parts]) for part in range(rule.parts)]
         self.late: list[LateMoves] = []
+        self.has_met = False  # at the end of a loop
         self._thread = ThreadPoolExecutor(1, "autopar islands")  # all that these islands say, in one order
 
     def _outer(self, anchors: list[nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -218,6 +267,8 @@ class EveryExchange(IslandExchange):
         return self.rule.outer(anchors) if self.rule.outer else torch.optim.SGD(anchors, lr=1.0)
 
     def after_step(self, step: int) -> None:
+        super().after_step(step)
+        self.has_met = False
         for item in [item for item in self.late if item.step == step]:
             self._arrive(item.part, item.moves.result(), self.rule.mix)
         self.late = [item for item in self.late if item.step > step]
@@ -230,13 +281,17 @@ class EveryExchange(IslandExchange):
     def leaves(self, step: int, asked: bool) -> bool:
         if step % self.meets_every:
             return False
-        return bool(self._thread.submit(self.across.largest, int(asked)).result())
+        return bool(self._thread.submit(self.across.largest, int(asked), Mark(BORDER, step)).result())
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
+        if self.has_met:
+            return False
         for item in self.late:
             self._arrive(item.part, item.moves.result(), self.rule.mix)
         self.late = [LateMoves(0, part, self._start(part)) for part in range(self.rule.parts)]
         self._meet()
+        self.has_met = True
+        return True
 
     def _meet(self) -> None:
         """Take over the outer step at once, of all that is under way."""
@@ -253,7 +308,7 @@ class EveryExchange(IslandExchange):
             (name, anchor.detach() - tensor)
             for anchor, (name, tensor) in zip(self.anchors[part :: self.rule.parts], held, strict=True)
         ]
-        return self._thread.submit(self.mean, moved)
+        return self._thread.submit(self.mean, moved, Mark(PARAMETERS, self.step))
 
     @torch.no_grad()
     def _arrive(self, part: int, moves: Sequence[Tensor], mix: float) -> None:
@@ -270,7 +325,9 @@ class EveryExchange(IslandExchange):
         """Buffers that aren't whole numbers become their mean, with the first part of the parameters."""
         held = [(name, local(buffer)) for name, buffer in self.model.named_buffers()]
         held = [(name, tensor) for name, tensor in held if tensor.is_floating_point() and tensor.numel()]
-        means = self._thread.submit(MeanOverIslands(self.across, FULL), held).result()
+        means = self._thread.submit(
+            MeanOverIslands(self.across, FULL), held, Mark(PARAMETERS, self.step)
+        ).result()
         for (_, tensor), mean in zip(held, means, strict=True):
             tensor.copy_(mean)
 
@@ -278,6 +335,7 @@ class EveryExchange(IslandExchange):
         """With what is under way, which other islands send this one's part of as well."""
         return {
             "mean": self.mean.state_dict(),
+            "has_met": self.has_met,
             "anchors": [anchor.detach() for anchor in self.anchors],
             "outer": [None if item is None else item.state_dict() for item in self.outer],
             "late": [(item.step, item.part, item.moves.result()) for item in self.late],
@@ -285,6 +343,7 @@ class EveryExchange(IslandExchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.mean.load_state_dict(state["mean"])
+        self.has_met = bool(state["has_met"])
         for anchor, before in zip(self.anchors, state["anchors"], strict=True):
             anchor.data.copy_(before)
         for item, before in zip(self.outer, state["outer"], strict=True):
@@ -298,7 +357,7 @@ class EveryExchange(IslandExchange):
 
 
 def exchange_of(
-    islands: Islands | None, model: nn.Module, folder: Path, step: int, *, scaled: bool
+    islands: Islands | None, model: nn.Module, folder: Path, step: int, *, scaled: bool, scheduled: bool
 ) -> Exchange:
     """The exchange of a run's rule, which goes on after `step`; collective over islands.
 
@@ -315,11 +374,19 @@ def exchange_of(
             remedy="leave the scaler out, as in bfloat16, or choose every(...)",
         )
     if isinstance(rule, Server):
+        if scheduled:
+            raise InputError(
+                where=f"autopar.steps with updates={rule}",
+                found="a scheduler, which only learners would step",
+                wanted="the server's rates as they are",
+                remedy="leave scheduler= out, or choose every(...)",
+            )
         across.copy_first([local(item).detach() for item in model.parameters()])
         from autopar.runtime.islands.serving import LearnerExchange, ServerExchange  # which are exchanges
 
         return (ServerExchange if islands.serves else LearnerExchange)(islands, model)
-    if (last := across.largest(step)) != step or -across.largest(-step) != step:
+    begin = Mark(BORDER)
+    if (last := across.largest(step, begin)) != step or -across.largest(-step, begin) != step:
         raise InputError(
             where=f"autopar.steps in {folder}",
             found=f"a save of step {step}, and of {last} on another island",
@@ -327,6 +394,7 @@ def exchange_of(
             remedy="remove the newest save of the island that is ahead",
         )
     made = _EXCHANGES[type(rule)](islands, model)
+    made.step = step
     if step:
         made.load(folder, step)
     return made

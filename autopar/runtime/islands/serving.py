@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,14 @@ from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import everybody
 from autopar.runtime.islands.exchanges import IslandExchange, T
 from autopar.runtime.islands.joining import Islands
-from autopar.runtime.islands.messages import Message
+from autopar.runtime.islands.messages import SERVER, Mark, Message
 from autopar.runtime.parameters.parameters import local
 from autopar.updates.event_log import EventLog, GradientEvent
 from autopar.updates.rules import Server, UpdateRule
 
 POLL_SECONDS = 0.5e-3  # between looks at who has spoken
 DROP, SEND, END = 0, 1, 2  # a server's answers
+MARK = Mark(SERVER)
 _SPOKEN = "spoken_{learner}"
 
 
@@ -42,6 +44,7 @@ class LearnerExchange(IslandExchange):
     def __init__(self, islands: Islands, model: nn.Module) -> None:
         super().__init__(islands, model)
         self.version, self.batch = 0, 0
+        self.taken = 0  # batches of the loop up to the last that was handed over
         self.has_ended = False
 
     def epochs(self, asked: int) -> int:
@@ -56,7 +59,8 @@ class LearnerExchange(IslandExchange):
     @contextmanager
     def around(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         _require_one(optimizers, self.islands.rule)
-        handles = [each.register_step_pre_hook(lambda *_: self._push()) for each in optimizers]
+        self.require_optimizers(optimizers)
+        handles = [each.register_step_pre_hook(self._push) for each in optimizers]
         try:
             with super().around(optimizers):
                 yield
@@ -68,19 +72,22 @@ class LearnerExchange(IslandExchange):
         return False  # the server says when all leave
 
     @torch.no_grad()
-    def _push(self) -> None:
+    def _push(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hand over the gradients of this batch, and go on at the parameters that come back."""
+        self.require_no_closure(args, kwargs)
+        self.require_alike()
         if self.has_ended:
             self._forget()
             return
         if torch.distributed.get_rank() == 0:
             self.islands.store.add(_SPOKEN.format(learner=self.islands.mine), 1)
-        self.across.send(0, (torch.tensor([self.batch, self.version]),))
+        taken, self.taken = self.step + 1 - self.taken, self.step + 1
+        self.across.send(0, (torch.tensor([self.batch, self.version, taken]),), MARK)
         self.batch += 1
-        if int(self.across.receive(0)[0]) == SEND:
+        if int(self.across.receive(0, MARK)[0]) == SEND:
             handed = [*self._gradients(), *self.buffers()]
-            self.across.send(0, tuple(tensor.reshape(-1) for tensor in handed))
-        answer = self.across.receive(0)
+            self.across.send(0, tuple(tensor.reshape(-1) for tensor in handed), MARK)
+        answer = self.across.receive(0, MARK)
         self.has_ended, self.version = int(answer[0][0]) == END, int(answer[0][1])
         for tensor, values in zip(self.state(), answer[1:], strict=True):
             tensor.copy_(values.view_as(tensor))
@@ -118,18 +125,21 @@ class ServerExchange(IslandExchange):
         """Take as many steps as the learners' batches give, and yield the number of each; then end them."""
         (optimizer,) = optimizers
         waiting: list[int] = []  # whose gradients were taken, and who wait for parameters
-        for version in range(batches * len(self.islands.learners) // self.rule.k - done):
+        left = batches * len(self.islands.learners) - done * self.rule.k
+        while left >= self.rule.k:
+            version = self._version
             events: list[GradientEvent] = []
             sums: list[Tensor] = []
             while len(events) < self.rule.k:
                 learner = self._next()
-                batch, read = (int(item) for item in self.across.receive(learner)[0])
+                batch, read, taken = (int(item) for item in self.across.receive(learner, MARK)[0])
                 event = GradientEvent(learner, batch, read)
                 if self.rule.cancel and read < version:
                     self._drop(event, version)
                     continue
                 sums = self._take(event, sums)
                 events.append(event)
+                left -= taken
                 if self.rule.wait == "batches":
                     self._answer(learner, version)  # goes on at what there is
                 else:
@@ -165,20 +175,20 @@ class ServerExchange(IslandExchange):
     @torch.no_grad()
     def _take(self, event: GradientEvent, sums: list[Tensor]) -> list[Tensor]:
         """Add a learner's gradients to those of this update."""
-        self.across.send(event.learner, (torch.tensor([SEND]),))
-        arrived = self.across.receive(event.learner)
+        self.across.send(event.learner, (torch.tensor([SEND]),), MARK)
+        arrived = self.across.receive(event.learner, MARK)
         gradients, self._buffers = arrived[: len(self.named)], arrived[len(self.named) :]
         return [a + b for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
 
     def _drop(self, event: GradientEvent, version: int) -> None:
-        self.across.send(event.learner, (torch.tensor([DROP]),))
+        self.across.send(event.learner, (torch.tensor([DROP]),), MARK)
         self.log.dropped.append(event)
         self._answer(event.learner, version)
 
     def _answer(self, learner: int, version: int, word: int = SEND) -> None:
         """Send the parameters of now."""
         values: Message = tuple(tensor.reshape(-1).clone() for tensor in self.state())
-        self.across.send(learner, (torch.tensor([word, version]), *values))
+        self.across.send(learner, (torch.tensor([word, version]), *values), MARK)
 
     def _step(self, optimizer: torch.optim.Optimizer, sums: Sequence[Tensor], count: int) -> None:
         """Step along the mean of gradients; buffers are the last one's."""
@@ -195,8 +205,8 @@ class ServerExchange(IslandExchange):
         self._has_ended = True
         for _ in self.islands.learners:
             learner = self._next()
-            batch, read = (int(item) for item in self.across.receive(learner)[0])
-            self.across.send(learner, (torch.tensor([DROP]),))
+            batch, read, _ = (int(item) for item in self.across.receive(learner, MARK)[0])
+            self.across.send(learner, (torch.tensor([DROP]),), MARK)
             self.log.dropped.append(GradientEvent(learner, batch, read))
             self._answer(learner, self._version, END)
 

@@ -79,8 +79,8 @@ class Steps:
                 self._in_body, self._has_stepped = True, False
                 yield batch
                 self._end_step(request)
-            self.exchange.finish()
-        if self._saved != self.step and self.exchange.is_saved:
+            has_changed = self.exchange.finish()
+        if (self._saved != self.step or has_changed) and self.exchange.is_saved:
             self._save(background=False)
         finish_saves()
 
@@ -173,7 +173,12 @@ class Steps:
             self.step = self._saved = before.step or 0
             self.extra = before.extra
         self.exchange = exchange_of(
-            self.islands, self.model, self.folder, self.step, scaled=bool(self.others["scaler"])
+            self.islands,
+            self.model,
+            self.folder,
+            self.step,
+            scaled=self.others["scaler"] is not None,
+            scheduled=self.others["scheduler"] is not None,
         )
         note_step(self.step)
 

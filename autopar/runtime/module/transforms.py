@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from autopar.errors import InputError
 from autopar.torch_seams.fakes import FakeTensor
 from autopar.torch_seams.pytree import tree_leaves
-from autopar.torch_seams.transforms import innermost_transform, jit_tracing
+from autopar.torch_seams.transforms import innermost_transform, is_forward_mode, jit_tracing
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -83,6 +83,8 @@ def _transform(arguments: Any) -> tuple[str, str]:
         return "torch.jit.trace", serial
     if innermost_transform() is not None:
         return "a transform of torch.func, such as vmap", f"pass a whole batch and call backward, or {serial}"
+    if is_forward_mode():
+        return "torch.autograd.forward_ad.dual_level", serial
     if get_proxy_mode() is not None:
         return "make_fx", serial
     if any(_is_fake(item) for item in leaves):

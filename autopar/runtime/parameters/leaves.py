@@ -75,7 +75,7 @@ class Leaves:
         self._silent, self._last, self.filled = silent, last, filled
         self._shapes = [torch.Size(self._parts[index].part.shape) for index in self._direct]
         self._tied_here = [index for index in range(len(self._parts)) if index not in direct]
-        self._before: tuple[list[Tensor], list[nn.Parameter], list[Any], list[int]] = [], [], [], []
+        self._before: tuple[list[Tensor], list[nn.Parameter], list[Any], list[Any]] = [], [], [], []
         self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
         self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
         self.heard: Collection[int] = range(len(self._parts))
@@ -96,7 +96,7 @@ class Leaves:
                 for index, outer in enumerate(outers)
             ]
         if self._plain:
-            self._before = leaves, list(outers), list(map(_STATE, outers)), list(map(Tensor.data_ptr, outers))
+            self._before = leaves, list(outers), list(map(_STATE, outers)), _places(outers)
         return leaves
 
     def _are_as_before(self, outers: Sequence[nn.Parameter]) -> bool:
@@ -106,7 +106,7 @@ class Leaves:
             len(leaves) == len(outers)
             and all(map(operator.is_, outers, held))
             and list(map(_STATE, outers)) == states
-            and list(map(Tensor.data_ptr, outers)) == places
+            and _places(outers) == places
             and not any(chain.from_iterable(map(HOOKS_OF_TENSOR, map(outers.__getitem__, self._tied_here))))
         )
 
@@ -274,6 +274,15 @@ class Leaves:
         )
 
 
+def _places(outers: Sequence[nn.Parameter]) -> list[Any]:
+    """Where parameters lie, and in which order: another view of the same memory is another parameter."""
+    return [*map(Tensor.data_ptr, outers), *map(_strides, outers)]
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
 def detached(gradient: Tensor) -> Tensor:
     """A gradient with its own values in memory, and no graph behind it."""
     if gradient.requires_grad:
@@ -287,6 +296,7 @@ def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
     return (
         ((now is outer or now is not values) and now.data_ptr() != leaf.data_ptr())
         or now.shape != leaf.shape
+        or _strides(now) != _strides(leaf)
         or now.dtype != leaf.dtype
         or outer.requires_grad != leaf.requires_grad
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +216,62 @@ def test_refusals(islands: int, updates: str, found: str) -> None:
         run_function(step_outside, 2, islands, updates)
 
 
+def part_ways(case: str, folder: Path) -> None:
+    """On a rank: a loop that would let islands part."""
+    updates = {"scheduler": "server(1)"}.get(case, "summed")
+    serial = model()
+    if case == "unfreeze":
+        serial[0].weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    parallel = autopar.parallelize(
+        serial,
+        ClusterSpec.local(2),
+        (torch.zeros(BATCH, 6, dtype=torch.float64), torch.zeros(BATCH, dtype=torch.long)),
+        loss_fn=F.cross_entropy,
+        updates=updates,
+        measure=False,
+        quiet=True,
+    )
+    joined = runner_of(parallel).islands
+    assert joined is not None
+    loader = DataLoader(data(2), batch_sampler=parallel.sampler(data(2)))
+    optimizer = optimizer_of(list(parallel.parameters()))
+    words: dict[str, Any] = {} if case == "no optimizer" else {"optimizer": optimizer}
+    if case == "scheduler":
+        words["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for x, y in autopar.steps(parallel, loader, folder=folder, **words):
+        optimizer.zero_grad()
+        loss = parallel(x, y)
+        loss.backward()
+        if case == "unfreeze":
+            parallel.requires_grad_(True)
+        if case == "closure":
+            optimizer.step(partial(float, loss.detach()))
+        elif case != "one leaves out a step" or not joined.mine:
+            optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("closure", "found a closure"),
+        ("no optimizer", "in no optimizer that was passed"),
+        ("unfreeze", "0.weight, which learns since the loop began"),
+        ("scheduler", "found a scheduler"),
+        ("one leaves out a step", r"found island . at (the border|a gradient's mean) of step"),
+    ],
+)
+def test_what_would_let_islands_part_is_refused(case: str, found: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=found):
+        run_function(part_ways, 2, case, tmp_path)
+
+
 def resume(folder: Path, word: str) -> float:
     """On a rank: the difference between a run that was interrupted and one that wasn't."""
     samples = data(2)
     ends = []
     for name, epochs in (("whole", [2]), ("parts", [1, 2])):
-        for last in epochs:
+        for last in (*epochs, 2):  # the last goes on with a run that has ended
             parallel = autopar.parallelize(
                 model(),
                 ClusterSpec.local(2),

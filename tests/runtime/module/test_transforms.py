@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.core.mesh import Mesh
@@ -34,6 +35,11 @@ def _fake(module: nn.Module) -> Any:
         return module(mode.from_tensor(X))
 
 
+def _forward_mode(module: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        return module(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
 TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "vmap": lambda module: torch.vmap(module)(X),
     "torch.func": lambda module: torch.func.grad(lambda x: module(x).sum())(X),
@@ -42,6 +48,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "torch.jit.trace": lambda module: torch.jit.trace(module, (X,)),  # type: ignore[no-untyped-call]
     "make_fx": lambda module: make_fx(module)(X),
     "FakeTensorMode": _fake,
+    "torch.autograd.forward_ad.dual_level": _forward_mode,
 }
 
 

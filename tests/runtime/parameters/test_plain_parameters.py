@@ -149,6 +149,22 @@ def test_memory_that_data_is_given_is_read_from_then_on(pools: Pools, ranks: int
     pools(ranks).run(_moved, ranks)
 
 
+def _turned(ranks: int) -> None:
+    """A parameter that is given another view of its own memory, of the same shape."""
+    serial, ours = pair(ranks)
+    for net in (serial, ours):
+        net(batch())
+        net.second.weight.data = net.second.weight.data.t()
+        net(batch()).backward()
+    assert gradient_gap(ours, serial) < EXACT
+    assert abs(float((ours(batch()) - serial(batch())).detach())) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_view_of_a_parameters_memory_is_read_from_then_on(pools: Pools, ranks: int) -> None:
+    pools(ranks).run(_turned, ranks)
+
+
 def _returned(ranks: int) -> None:
     serial, ours = pair(ranks, kind=Returning)
     for net in (serial, ours):
