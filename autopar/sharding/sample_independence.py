@@ -228,7 +228,8 @@ class SampleFlow:
             return [SampleValue(Role.ROWS)]
         if others - {Role.WHOLE}:
             return [self._in_order(item, None)] * len(item.results)
-        found = known.numbers(item, marks) or known.in_groups(item, marks) or self._row_by_row(item, marks)
+        ways = (known.numbers, known.picked, known.in_groups, self._row_by_row)
+        found = next(filter(None, (way(item, marks) for way in ways)), None)
         *before, _ = item.results  # of a sort of numbers the last are the places
         is_places = found is not None and found.order is Order.PLACES
         return [

@@ -5,6 +5,7 @@
     rows      x[order]                    each is one of its own sample, by whose key it lies in a group
     ends      keys.histc().cumsum(0)      3 6                ends of groups, of keys in any order; or bincount
     products  grouped_mm(rows, w, ends)   each row by the matrix of its own key
+    biases    b[keys]                     to each the vector of its key, of sorted keys
     back      rows[places], or zeros.index_put([order], rows), index_add
 
 What a row becomes depends on its own sample alone as long as every operator takes row by row what lies in
@@ -123,6 +124,13 @@ class SortedRows:
         if number is None or number.order is not Order.NUMBERS or given[0] is not None:
             return None
         return SortingRelation(Order.ROWS, number.by) if self._numbers_all(item, number) else None
+
+    def picked(self, item: Operator, given: Sequence[SortingRelation | None]) -> SortingRelation | None:
+        """The sort in whose order an operator picks a row of a table for each key: `biases[keys]`."""
+        keys = given[1] if self._index(item) and len(given) == 2 else None
+        if keys is None or keys.order is not Order.KEYS or given[0] is not None:
+            return None
+        return SortingRelation(Order.ROWS, keys.by)
 
     def put_back(self, item: Operator, given: Sequence[SortingRelation | None]) -> bool:
         """Whether an operator puts sorted rows back at the places that they came from."""

@@ -53,6 +53,27 @@ class Mixture(nn.Module):
         return x + torch.zeros_like(rows).index_add(0, order // 2, made).view(x.shape)
 
 
+class BiasedMixture(Mixture):
+    """Its experts add vectors of their own, picked by sorted keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN))
+        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        shares, chosen = self.router(rows).softmax(-1).topk(2, -1)
+        keys, order = chosen.reshape(-1).sort()
+        ends = torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int32)
+        made = torch._grouped_mm(rows[order // 2].bfloat16(), self.up.bfloat16(), ends).float()
+        one, other = (made + self.up_bias[keys]).chunk(2, -1)
+        gated = (nn.functional.silu(one) * other).bfloat16()
+        made = torch._grouped_mm(gated, self.down.bfloat16(), ends).float() + self.down_bias[keys]
+        made = made * shares.reshape(-1)[order].unsqueeze(1)
+        return x + torch.zeros_like(rows).index_add(0, order // 2, made).view(x.shape)
+
+
 def proved(model: nn.Module, ranks: int, **request: object) -> Report:
     torch.manual_seed(0)
     target = Target(model, (torch.randn(BATCH, LENGTH, WIDTH),), {}, lambda y: y.square().mean(), "")
@@ -65,6 +86,19 @@ def pinned(model: nn.Module, *ways: str) -> Pins:
     """The experts, pinned."""
     graph = trace(model, (torch.randn(BATCH, LENGTH, WIDTH),), {}).graph
     return {item.name: ways for item in graph.operators if item.target is ROUTED_EXPERTS}
+
+
+@pytest.mark.parametrize("way", ["experts", "own"])
+def test_vectors_of_experts_lie_with_them(way: str) -> None:
+    torch.manual_seed(0)
+    model = BiasedMixture()
+    report = proved(model, 2, pins=pinned(model, way))
+    assert report.passed and ways_of(report) == {(way,)}, report
+
+
+def test_samples_are_apart_where_experts_add_vectors() -> None:
+    report = proved(BiasedMixture(), 2, force=Parallelism.BATCH)
+    assert report.passed and report.plan.sharded_flops_share == 1, report
 
 
 def ways_of(report: Report) -> set[tuple[str | None, ...]]:

@@ -1,12 +1,13 @@
 """Rows that each choose a matrix, as in mixtures of experts: multiplied where they lie, not sorted by choice.
 
     order = keys.argsort(); ends = keys.histc().cumsum(0)             rows of all samples, by their keys
-    y = grouped_mm(x[order // 2], w, ends); z = act(y) * s[order]     z in this order
+    y = grouped_mm(x[order // 2], w, ends) + b[keys[order]]           of sorted keys
+    z = act(y) * s[order]                                             z in this order
     z[order.argsort()], or index_add(zeros, 0, order // 2, z)         each back where it came from
 
 becomes
 
-    y = routed_mm(x.repeat_interleave(2, 0), w, keys); z = act(y) * s         each row at its own place
+    y = routed_mm(x.repeat_interleave(2, 0), w, keys) + b[keys]; z = act(y) * s     each row at its own place
 
 which ranks can share by their rows: what a row becomes depends on no other. The operator sorts its own rows.
 Where anything else sees rows in their order, they stay in it.
@@ -90,7 +91,7 @@ class _Unsorting:
             self.marks_of_sort(item)
         elif item.target in EMPTY:
             self.give(item, SortingRelation(Order.NOTHING, next(mark.by for mark in given if mark)))
-        elif mark := self.known.fetched(item, given):
+        elif mark := self.known.fetched(item, given) or self.known.picked(item, given):
             self.give(item, mark)
         elif self.known.put_back(item, self.into_nothing(given)) and self.returns(item):
             self.back.add(item.name)
@@ -159,6 +160,8 @@ class _Unsorting:
             self.editor.keep(target=ROUTED_MM, args=(rows, matrices, self.keys[mark.by]), kwargs={})
         elif sorts:
             self.editor.keep()
+        elif self.known.picked(item, given):
+            self.editor.keep(args=(item.args[0], [self.keys[mark.by]]))
         elif (per := self.marks[item.operands[1]].per) > 1:  # here they were sorted
             args = item.args[0], per, 0
             self.editor.keep(target=aten.repeat_interleave.self_int, args=args, kwargs={})
