@@ -171,13 +171,16 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies rows of `a` (T, k), up to each of `offs` (G), by a matrix of `b` (G, k, n). So do
-    mixtures of experts. In float64, which torch's doesn't know; rows after the last are zeros."""
-    if a.dim() != 2 or b.dim() != 3 or offs is None or bias is not None:
+    """Multiplies rows of `a` (T, k), up to each of `offs` (G), by a matrix of `b` (G, k, n); or columns
+    (k, T) by as many rows (T, n). So do mixtures of experts. In float64, which torch's doesn't know; rows
+    after the last are zeros."""
+    if a.dim() != 2 or offs is None or bias is not None:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if a.is_meta:
-        return a.new_empty(len(a), b.shape[2])
+        return a.new_empty(*((len(a), b.shape[2]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])))
     bounds = [0, *offs.tolist()]
+    if b.dim() == 2:
+        return torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in pairwise(bounds)])
     parts = [a[start:stop] @ each for (start, stop), each in zip(pairwise(bounds), b, strict=True)]
     return torch.cat([*parts, a.new_zeros(len(a) - bounds[-1], b.shape[2])])
 
@@ -192,7 +195,6 @@ _INSTEAD: dict[Any, Callable[..., Tensor]] = {
     functional.dropout: _dropout,
     torch.dropout: lambda input, p, train: _dropout(input, p, train),
     torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),
-    torch._grouped_mm: _grouped_mm,
 }
 _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
@@ -211,6 +213,8 @@ class _RaiseBelow(TorchDispatchMode):
         if kwargs.get("dtype") in LOW:
             self.casts[str(function)] = None
             kwargs["dtype"] = torch.float64
+        if function in _WITHOUT_FLOAT64 and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
         return in_float64(function, args, kwargs)
 
 

@@ -74,11 +74,16 @@ class Loss(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_its_experts_on_several_ranks(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "checkpoints"), [*((name, False) for name in FAMILIES), ("Qwen3Moe", True)]
+)
+def test_a_family_has_its_experts_on_several_ranks(family: str, checkpoints: bool) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**COMMON | FAMILIES[family])
-    model = Loss(getattr(transformers, f"{family}ForCausalLM")(config).train())
+    made = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    if checkpoints:
+        made.gradient_checkpointing_enable()
+    model = Loss(made)
     request = Request(measure=False, alternatives=False, force=Parallelism.EXPERTS)
     target = Target(model, (torch.randint(0, 50, (4, 7)),), {}, None, "")
     with Database.in_memory(autopar.__file__) as database:
