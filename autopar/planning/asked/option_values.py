@@ -25,6 +25,7 @@ AUTO = "auto"
 MOST_COUNT = 1_000_000  # pipeline ranks or micro-batches
 MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+MOST_IMBALANCE = 1_000_000  # more devices than anyone has
 SEQUENCE = "sequence"  # the field's word for a domain of tokens
 _DIM = re.compile(r"-?\d{1,9}")
 Choice = TypeVar("Choice", bound=Enum)
@@ -124,12 +125,12 @@ def read_gap(gap: float) -> float:
 
 def read_imbalance(imbalance: float) -> float:
     """Check the rows of the fullest rank of experts, in even shares."""
-    if 1 <= imbalance < math.inf:
+    if 1 <= imbalance <= MOST_IMBALANCE:
         return float(imbalance)
     raise InputError(
         where="--imbalance",
         found=show_value(imbalance),
-        wanted="at least 1: the fullest rank has no fewer rows than the others",
+        wanted=f"1 to {MOST_IMBALANCE:,}: the fullest rank has no fewer rows than the others",
         remedy="write --imbalance 1.5, or leave it out",
     )
 

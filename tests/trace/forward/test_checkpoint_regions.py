@@ -215,7 +215,8 @@ def test_checkpoints_are_priced_and_not_made_where_that_is_impossible_or_unwante
         assert sum(stop - first for first, stop in cut.program.recompute) == 12
         assert any("2 regions that the model checkpoints" in note for note in cut.notes)
     silent = plan(model, args, training=False)
-    assert not silent.program.recompute and len(silent.notes) == 1
+    told = [note for note in silent.notes if "checkpoint" in note]
+    assert not silent.program.recompute and len(told) == 1
 
 
 def test_nothing_of_torch_stays_changed_and_errors_inside_pass() -> None:
