@@ -275,13 +275,21 @@ def parallelize(
         request = request.settled(decided)
         compiler = replace(compiler, request=request, plan=decided, plan_binds=given is not None)
     check_overlap(request)
+    by_steps = request.pipeline_ranks > 1 or request.micro_batches > 1
+    if local_inputs and by_steps:
+        raise InputError(
+            where='parallelize with inputs="local"',
+            found=f"{request.pipeline_ranks} stages and {request.micro_batches} micro-batches",
+            wanted="one of each: train_step takes the whole batch on every rank",
+            remedy='leave them out, or pass inputs="global"',
+        )
     parallel = ParallelModule(
         model,
         compiler,
         describe=describe,
         device=compiler.device(),
         timeout=timeout,
-        by_steps=request.pipeline_ranks > 1 or request.micro_batches > 1,
+        by_steps=by_steps,
         exact_random=exact_random,
         local_inputs=local_inputs,
         local_outputs=leaving is Outputs.LOCAL,

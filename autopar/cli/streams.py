@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from autopar.results.files.text import TEXT_WIDTH
 
         width = None if sys.stdout.isatty() else TEXT_WIDTH
-        Console(width=width, highlight=False, markup=False).print(answer.text)
+        Console(width=width, highlight=False, markup=False, emoji=False).print(answer.text)
     return answer.exit_code
 
 

@@ -62,7 +62,10 @@ class Mesh:
         """Read a mesh from `4`, `2x2` or `2x2x2`."""
         if not _MESH.fullmatch(text):
             raise InputError(
-                where="mesh", found=show_value(text), wanted="whole numbers joined by x", remedy="write 2x2"
+                where="mesh",
+                found=show_value(text),
+                wanted="whole numbers joined by x, or in the place of one 1:2, shares of rows",
+                remedy="write 2x2, or 1:2x2 where the second has twice the rows",
             )
         axes = [_read_axis(axis) for axis in text.lower().split("x")]
         return Mesh(tuple(size for size, _ in axes), tuple(shares for _, shares in axes))
@@ -166,6 +169,8 @@ def _read_axis(text: str) -> tuple[int, tuple[int, ...]]:
     if ":" not in text:
         return int(text), ()
     runs = [run.partition("*") for run in text.split(":")]
+    if any(count and not int(count) for _, _, count in runs):
+        return 0, ()  # which no axis may have
     if sum(int(count or 1) for _, _, count in runs) > LONGEST_AXIS:
         return LONGEST_AXIS + 1, ()  # which no axis may have
     shares = tuple(chain.from_iterable([int(share)] * int(count or 1) for share, _, count in runs))

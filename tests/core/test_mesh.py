@@ -76,3 +76,9 @@ def test_shares_of_other_ranks_are_refused() -> None:
 def test_what_is_no_mesh_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="mesh"):
         Mesh.parse(text)
+
+
+@pytest.mark.parametrize("text", ["1.5:2", ":2", "1:2*", "1*0:2*2", "1:-2"])
+def test_shares_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="mesh"):
+        Mesh.parse(text)

@@ -30,5 +30,5 @@ def html_of(result: object) -> str:
 def as_text(shown: RenderableType, *, width: int = TEXT_WIDTH) -> str:
     """Text as a terminal shows it, without colours."""
     stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True, highlight=False).print(shown)
+    Console(file=stream, width=width, no_color=True, highlight=False, emoji=False).print(shown)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -228,6 +228,25 @@ def test_global_batches_that_a_rank_cannot_tell_apart_are_refused_on_all(pools: 
     on_ranks(pools, _alike, "2", costs)
 
 
+def _by_steps(costs: str) -> None:
+    for words in ({"micro_batches": 2}, {"stages": 2}):
+        with pytest.raises(InputError, match='inputs="local": found . stages and . micro-batches'):
+            autopar.parallelize(
+                make(),
+                autopar.ClusterSpec.local(dist.get_world_size()),
+                data(4),
+                inputs="local",
+                measure=False,
+                quiet=True,
+                costdb=costs,
+                **words,  # type: ignore[arg-type]
+            )
+
+
+def test_steps_take_whole_batches(pools: Pools, costs: str) -> None:
+    pools(2).run(_by_steps, costs)
+
+
 def _wrong(mesh: str, costs: str) -> None:
     ours = parallel(6, mesh, "samples", costs)
     x, bias, classes = data(6)
