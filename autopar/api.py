@@ -502,6 +502,8 @@ def _timeline_of(plan: Plan) -> Timeline | None:
 def timeline(plan: Plan) -> Timeline:
     """The step of a plan over time, from the plan's seconds and bytes: with stages as its schedule runs it.
 
+    It is that of kernels: where a plan notes that the host is the limit, the step takes longer.
+
     `timeline_text` draws it and `write_trace` writes it for a trace viewer (autopar.results); its
     `schedule` prints the order of each rank. Raises InputError for a plan without stages that was saved
     before plans said what happens when.
