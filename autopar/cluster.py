@@ -21,23 +21,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from autopar.core.cluster_keys import (
-    BETWEEN_KEYS,
-    CARD_KEYS,
     CLUSTER_KEYS,
-    DEVICE_KEYS,
-    GROUP_KEYS,
-    LINK_KEYS,
-    MOST_DEVICES,
-    as_table,
-    as_tables,
     line_numbers,
     read_table,
     refuse,
-    violation,
     whole_number,
+)
+from autopar.core.cluster_tables import (
+    cluster_groups,
+    cluster_values,
+    missing_inter,
+    needless_host,
+    other_nodes,
+    too_many,
 )
 from autopar.core.device_groups import DeviceGroup, GroupLink, check_groups, node_size, slowest
 from autopar.core.links import ETHERNET as ETHERNET
@@ -47,7 +46,7 @@ from autopar.core.links import DescribedDevice as DescribedDevice
 from autopar.core.links import Link as Link
 from autopar.core.mesh import AXIS_NAMES, Mesh, factorisations, runs_of
 from autopar.core.slurm import torchrun_variables
-from autopar.core.topology import Topology, read_topology
+from autopar.core.topology import Topology
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
 from autopar.units import show_bytes
@@ -111,8 +110,8 @@ class ClusterSpec:
             "host_memory": host_memory,
         }
         values = read_table("cluster", given, CLUSTER_KEYS, wrong)
-        wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
-        wrong += _too_many(values) + _other_nodes(values, topology)
+        wrong += missing_inter(values.get("nodes", 1), inter) + needless_host(values, host)
+        wrong += too_many(values) + other_nodes(values, topology)
         refuse("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
         values["inter"], values["host"], values["described"] = inter, host, described
@@ -229,7 +228,11 @@ class ClusterSpec:
                 wanted="a readable TOML file",
                 remedy="see docs/clusters.md for a cluster file",
             ) from cause
-        return _from_tables(str(path), document, line_numbers(text))
+        lines = line_numbers(text)
+        if "groups" not in document:
+            return ClusterSpec(**cluster_values(str(path), document, lines))
+        groups, between, host = cluster_groups(str(path), document, lines)
+        return ClusterSpec.of_groups(groups, between, host=host)
 
     @property
     def num_devices(self) -> int:
@@ -272,15 +275,15 @@ class ClusterSpec:
         self.check_world(mesh.num_devices)
         return runs_of(mesh.shape, tuple(sorted(axes)), self.devices_per_node)
 
-    def stage(self, count: int) -> ClusterSpec:
+    def stage(self, count: int, *, asked: str = "--stages") -> ClusterSpec:
         """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole
-        nodes. Raises `InputError` if the cluster can't be cut so.
+        nodes. Raises `InputError`, by the name of what `asked` for it, if the cluster can't be cut so.
         """
         devices, rest = divmod(self.num_devices, max(count, 1))
         inside = devices and self.devices_per_node % devices == 0
         if count < 1 or rest or not (inside or devices % self.devices_per_node == 0):
             raise InputError(
-                where="--stages",
+                where=asked,
                 found=f"{count} for {self.nodes} nodes of {self.devices_per_node} devices",
                 wanted="a number that cuts the cluster into equal parts of a node, or of whole nodes",
                 remedy=f"choose a divisor of {self.num_devices}",
@@ -404,149 +407,6 @@ class ClusterSpec:
         inter += f" ({self.topology})" if self.topology else ""
         host = f"; to the host {self.host}" if self.host else ""
         return f"{self.devices}{memory}{cores}; within a node {self.intra}{inter}{host}"
-
-
-def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, int]) -> ClusterSpec:
-    if "groups" in document:
-        return _from_groups(path, document, lines)
-    wrong: list[InputError] = []
-    tables = read_table("", document, {"cluster": as_table, "links": as_table, "device": as_table}, wrong)
-    values = read_table("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
-    if "devices_per_node" not in tables.get("cluster", {}):
-        wrong.append(violation("cluster.devices_per_node", "nothing", "the number of devices of each node"))
-    links = read_table(
-        "links", tables.get("links", {}), dict.fromkeys(("intra", "inter", "host"), as_table), wrong
-    )
-    if "inter" in links:
-        links["inter"], values["topology"] = read_topology(links["inter"], values.get("nodes", 1), wrong)
-    for name, table in links.items():
-        values[name] = _read_link(f"links.{name}", table, values.get("devices_per_node", 1), wrong)
-    wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
-    wrong += _needless_host(values, links.get("host")) + _too_many(values)
-    if "device" in tables:
-        values |= _read_device(tables["device"], values, wrong)
-    refuse(path, wrong, lines)
-    return ClusterSpec(**values)
-
-
-def _from_groups(path: str, document: Mapping[str, object], lines: Mapping[str, int]) -> ClusterSpec:
-    """The cluster of tables [[groups]] and [[links.between]]; links of all groups stand beside these."""
-    wrong: list[InputError] = []
-    tables = read_table("", document, {"groups": as_tables, "links": as_table}, wrong)
-    names = {"intra": as_table, "inter": as_table, "host": as_table, "between": as_tables}
-    links = read_table("links", tables.get("links", {}), names, wrong)
-    tied = [_read_between(number, each, wrong) for number, each in enumerate(links.get("between", ()), 1)]
-    given = enumerate(tables.get("groups", ()), 1)
-    groups = [_read_group(number, each, links, wrong) for number, each in given]
-    host = _read_link("links.host", links["host"], 1, wrong) if "host" in links else None
-    if not wrong:
-        wrong += check_groups(groups, [each for each in tied if each])
-    refuse(path, wrong, lines)
-    return ClusterSpec.of_groups(groups, [each for each in tied if each], host=host)
-
-
-def _read_group(
-    number: int, table: Mapping[str, object], links: Mapping[str, Any], wrong: list[InputError]
-) -> DeviceGroup:
-    where = f"groups.{number}"
-    values = read_table(where, table, GROUP_KEYS, wrong)
-    wrong += [violation(f"{where}.{key}", "nothing", f"the group's {key}") for key in _missing_of(table)]
-    figures = {key: values.pop(key) for key in ("flops", "bandwidth") if key in values}
-    if len(figures) == 1 or (figures and values.get("device", "cpu") == "cpu"):
-        wrong.append(
-            violation(where, " ".join(figures), "flops and bandwidth, of a GPU with a name of its own")
-        )
-    elif figures:
-        values["described"] = DescribedDevice(figures["flops"], figures["bandwidth"])
-    devices = values.get("devices_per_node", 1)
-    for name in ("intra", "inter"):
-        at, table_of = (
-            (f"{where}.{name}", values[name]) if name in values else (f"links.{name}", links.get(name))
-        )
-        values[name] = None if table_of is None else _read_link(at, table_of, devices, wrong)
-    if values.get("nodes", 1) > 1 and "inter" not in table and "inter" not in links:
-        wrong.append(violation(f"{where}.inter", "nothing", f"the link between its {values['nodes']} nodes"))
-    return DeviceGroup(**{"name": str(number), "device": "cpu", **values})
-
-
-def _missing_of(table: Mapping[str, object]) -> list[str]:
-    return [key for key in ("name", "device") if key not in table]
-
-
-def _read_between(number: int, table: Mapping[str, object], wrong: list[InputError]) -> GroupLink | None:
-    where = f"links.between.{number}"
-    values = read_table(where, table, BETWEEN_KEYS, wrong)
-    if "groups" not in table:
-        wrong.append(violation(f"{where}.groups", "nothing", "the names of the two groups that it joins"))
-    plain = {key: value for key, value in table.items() if key in LINK_KEYS}
-    link = _read_link(where, plain, 1, wrong)
-    if link is None or "groups" not in values:
-        return None
-    return GroupLink(values["groups"], link, values.get("same_node", False))
-
-
-def _read_link(where: str, table: Mapping[str, object], devices: int, wrong: list[InputError]) -> Link | None:
-    """The link of a table; between nodes what each of a node's `devices` has of its network cards."""
-    values = read_table(where, table, CARD_KEYS if where.endswith("inter") else LINK_KEYS, wrong)
-    if "points" in table:
-        more = [key for key in ("bandwidth", "latency", "cards") if key in table]
-        wrong += [violation(f"{where}.{key}", "points beside it", "one of both") for key in more]
-        return Link.measured(values["points"]) if "points" in values else None
-    missing = [key for key in ("bandwidth", "latency") if key not in table]
-    wrong += [violation(f"{where}.{key}", "nothing", f"the link's {key}") for key in missing]
-    if not {"bandwidth", "latency"} <= values.keys():
-        return None
-    cards = values.get("cards", devices)
-    return Link(values["latency"], values["bandwidth"] * cards / devices)
-
-
-def _read_device(
-    table: Mapping[str, object], values: Mapping[str, Any], wrong: list[InputError]
-) -> dict[str, Any]:
-    """Read a table [device]: the description, and the memory if [cluster] doesn't give it."""
-    found = read_table("device", table, DEVICE_KEYS, wrong)
-    missing = [key for key in ("flops", "bandwidth") if key not in table]
-    wrong += [violation(f"device.{key}", "nothing", f"the device's {key}") for key in missing]
-    if values.get("device", "cpu") == "cpu":
-        wrong.append(
-            violation("cluster.device", repr(values.get("device")), "a name for the GPU of [device]")
-        )
-    if "memory" in found and "memory" in values:
-        wrong.append(violation("device.memory", "memory in [cluster] too", "one of both"))
-    memory = {"memory": found["memory"]} if "memory" in found else {}
-    if not {"flops", "bandwidth"} <= found.keys():
-        return memory
-    return memory | {"described": DescribedDevice(found["flops"], found["bandwidth"])}
-
-
-def _too_many(values: Mapping[str, Any]) -> list[InputError]:
-    """Violations by more devices than any cluster has."""
-    count = values.get("nodes", 1) * values.get("devices_per_node", 1)
-    if count <= MOST_DEVICES:
-        return []
-    return [violation("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
-
-
-def _other_nodes(values: Mapping[str, Any], topology: Topology | None) -> list[InputError]:
-    """Violations by a topology whose nodes aren't the cluster's, nor those of several clusters like it."""
-    nodes = values.get("nodes", 1)
-    if topology is None or topology.nodes % nodes == 0:
-        return []
-    found = f"a {topology.kind.value} between {topology.nodes} nodes"
-    return [violation("links.inter.topology", found, f"one between the {nodes} nodes of the cluster")]
-
-
-def _missing_inter(nodes: int, inter: object) -> list[InputError]:
-    if nodes == 1 or inter is not None:
-        return []
-    return [violation("links.inter", "nothing", f"the link between the {nodes} nodes")]
-
-
-def _needless_host(values: Mapping[str, Any], host: object) -> list[InputError]:
-    """Violations by a link to the host, of devices whose memory is the host's."""
-    if host is None or values.get("device", "cpu") != "cpu":
-        return []
-    return [violation("links.host", "a link of CPUs to the host", "none: their memory is the host's")]
 
 
 def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:

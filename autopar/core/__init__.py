@@ -8,6 +8,7 @@ work          what a call computes, by its sizes
 fingerprint   what a plan is for, as text
 cluster_keys   how a cluster's description is read, with bounds and lines
 links         links between devices, and devices described by figures
+cluster_tables   tables of a cluster file, as values
 device_groups   groups of like devices, and the tree of links between them
 topology      how the links between nodes are laid
 mesh          the grid of devices that one stage runs on

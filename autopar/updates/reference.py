@@ -56,6 +56,8 @@ def _summed(
             model.zero_grad()
             loss_of(model, island, step).backward()
         for name, parts in _alike(models):
+            if all(part.grad is None for part in parts):
+                continue  # which optimizers pass over
             gradient = mean(name, [_gradient(part) for part in parts])
             for part in parts:
                 part.grad = gradient.clone()
@@ -162,15 +164,16 @@ def replay(model: nn.Module, log: EventLog, loss_of: LossOf, optimizer_of: Optim
     optimizer = optimizer_of(_learned(server))
     versions = [copy.deepcopy(server)]
     for events in log.updates:
-        sums: list[Tensor] | None = None
+        optimizer.zero_grad()
         for event in events:
             learner = copy.deepcopy(versions[event.version])
             loss_of(learner, event.learner - 1, event.batch).backward()
-            gradients = [_gradient(item).clone() for item in _learned(learner)]
-            sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-        assert sums is not None
-        for parameter, total in zip(_learned(server), sums, strict=True):
-            parameter.grad = total / len(events)
+            for parameter, theirs in zip(_learned(server), _learned(learner), strict=True):
+                if theirs.grad is not None:
+                    parameter.grad = theirs.grad + (0 if parameter.grad is None else parameter.grad)
+        for parameter in _learned(server):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / len(events)
         optimizer.step()
         for buffer, last in zip(server.buffers(), learner.buffers(), strict=True):
             buffer.copy_(last)

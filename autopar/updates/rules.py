@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -191,13 +191,6 @@ def check_islands(rule: UpdateRule, islands: int) -> None:
         )
     if isinstance(rule, Gossip) and not isinstance(rule.neighbours, str):
         read_graph(rule.neighbours, islands)
-
-
-def describe(rule: UpdateRule) -> dict[str, Any]:
-    """The rule's fields as plain values, for reports."""
-    return {"rule": type(rule).__name__.lower()} | {
-        item.name: str(getattr(rule, item.name)) for item in fields(rule)
-    }
 
 
 def _outer(word: OuterOptimizer | str | None) -> OuterOptimizer | None:

@@ -83,11 +83,11 @@ class IslandExchange(Exchange):
             yield
 
     def leaves(self, step: int, asked: bool) -> bool:
-        return (
-            bool(self.across.largest(int(asked), Mark(BORDER, step)))
-            if step % self.meets_every == 0
-            else False
-        )
+        return self.meets(step) and bool(self.across.largest(int(asked), Mark(BORDER, step)))
+
+    def meets(self, step: int) -> bool:
+        """Whether islands meet at the border of a step."""
+        return step % self.meets_every == 0
 
     def after_step(self, step: int) -> None:
         self.step = step
@@ -198,11 +198,14 @@ class SummedExchange(IslandExchange):
 
     @torch.no_grad()
     def _average(self, named: Named) -> None:
-        for _, parameter in named:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        mine = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
-        for (_, gradient), mean in zip(mine, self.mean(mine, Mark(GRADIENTS, self.step)), strict=True):
+        """The means of gradients; one that no island has stays none, which optimizers pass over."""
+        mark = Mark(GRADIENTS, self.step)
+        mine = torch.tensor([item.grad is not None for _, item in named])
+        told = self.across.swap(dict.fromkeys(self.across.others(), (mine,)), mark)
+        has_any = torch.stack([mine, *(item[0].cpu() for item in told.values())]).any(0).tolist()
+        named = [each for each, there in zip(named, has_any, strict=True) if there]
+        gradients = [(name, local(_gradient(parameter))) for name, parameter in named]
+        for (_, gradient), mean in zip(gradients, self.mean(gradients, mark), strict=True):
             gradient.copy_(mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,6 +213,13 @@ class SummedExchange(IslandExchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.mean.load_state_dict(state["mean"])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, made of zeros where it has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class GossipExchange(IslandExchange):
@@ -279,7 +289,7 @@ class EveryExchange(IslandExchange):
             self._meet()
 
     def leaves(self, step: int, asked: bool) -> bool:
-        if step % self.meets_every:
+        if not self.meets(step):
             return False
         return bool(self._thread.submit(self.across.largest, int(asked), Mark(BORDER, step)).result())
 
@@ -381,7 +391,7 @@ def exchange_of(
                 wanted="the server's rates as they are",
                 remedy="leave scheduler= out, or choose every(...)",
             )
-        across.copy_first([local(item).detach() for item in model.parameters()])
+        islands.copy_first(model)  # what was loaded there
         from autopar.runtime.islands.serving import LearnerExchange, ServerExchange  # which are exchanges
 
         return (ServerExchange if islands.serves else LearnerExchange)(islands, model)

@@ -72,6 +72,10 @@ class Islands:
     def begin(self, model: nn.Module, plan: Plan) -> None:
         """Let all islands begin with island 0's plan and values; collective over islands."""
         self.publish_plan(plan)
+        self.copy_first(model)
+
+    def copy_first(self, model: nn.Module) -> None:
+        """Overwrite parameters and buffers with island 0's; collective over islands."""
         self.across.copy_first([local(item).detach() for item in (*model.parameters(), *model.buffers())])
 
     def plan_of_first(self) -> Plan:
@@ -109,16 +113,7 @@ def island_cluster(cluster: ClusterSpec, count: int | None) -> tuple[ClusterSpec
     """
     if count is None:
         count = cluster.nodes if cluster.nodes > 1 else cluster.num_devices
-    devices, rest = divmod(cluster.num_devices, max(count, 1))
-    inside = devices and cluster.devices_per_node % devices == 0
-    if count < 1 or rest or not (inside or devices % cluster.devices_per_node == 0):
-        raise InputError(
-            where=ISLANDS,
-            found=f"{count} for {cluster.nodes} nodes of {cluster.devices_per_node} devices",
-            wanted="a number that cuts the cluster into equal parts of a node, or of whole nodes",
-            remedy=f"choose a divisor of {cluster.num_devices}",
-        )
-    return cluster.stage(count), count
+    return cluster.stage(count, asked=ISLANDS), count
 
 
 def join_islands(rule: UpdateRule, cluster: ClusterSpec, count: int, timeout: timedelta) -> Islands:

@@ -94,9 +94,8 @@ class LearnerExchange(IslandExchange):
         self._forget()
 
     def _gradients(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(local(item)) if item.grad is None else local(item.grad) for _, item in self.named
-        ]
+        """Gradients of this rank's parts; one that isn't there is empty."""
+        return [local(item).new_empty(0) if item.grad is None else local(item.grad) for _, item in self.named]
 
     def _forget(self) -> None:
         """Leave the optimizer nothing to step along."""
@@ -178,7 +177,7 @@ class ServerExchange(IslandExchange):
         self.across.send(event.learner, (torch.tensor([SEND]),), MARK)
         arrived = self.across.receive(event.learner, MARK)
         gradients, self._buffers = arrived[: len(self.named)], arrived[len(self.named) :]
-        return [a + b for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
+        return [_added(a, b) for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
 
     def _drop(self, event: GradientEvent, version: int) -> None:
         self.across.send(event.learner, (torch.tensor([DROP]),), MARK)
@@ -192,9 +191,11 @@ class ServerExchange(IslandExchange):
 
     def _step(self, optimizer: torch.optim.Optimizer, sums: Sequence[Tensor], count: int) -> None:
         """Step along the mean of gradients; buffers are the last one's."""
+        optimizer.zero_grad()
         for (_, item), total in zip(self.named, sums, strict=True):
-            item.grad = torch.zeros_like(item)
-            local(item.grad).copy_((total / count).view_as(local(item)))
+            if total.numel():
+                item.grad = torch.zeros_like(item)
+                local(item.grad).copy_((total / count).view_as(local(item)))
         optimizer.step()
         optimizer.zero_grad()
         for buffer, values in zip(self.buffers(), self._buffers, strict=True):
@@ -223,6 +224,11 @@ class ServerExchange(IslandExchange):
 
     def leaves(self, step: int, asked: bool) -> bool:
         return asked
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two gradients, of which one or both may be empty."""
+    return a + b if a.numel() and b.numel() else a if a.numel() else b
 
 
 def _require_one(optimizers: Sequence[torch.optim.Optimizer], rule: UpdateRule) -> None:

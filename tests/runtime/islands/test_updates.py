@@ -30,8 +30,11 @@ Result = tuple[float, float, int, Any]
 
 
 def model() -> nn.Module:
+    """A net with a weight that no call uses."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).double()
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return net.double()
 
 
 def data(islands: int) -> TensorDataset:
@@ -41,7 +44,7 @@ def data(islands: int) -> TensorDataset:
 
 
 def optimizer_of(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(tensors), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(list(tensors), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def batches_of(samples: TensorDataset, learner: int, learners: int) -> Callable[[int], list[Tensor]]:
@@ -112,6 +115,7 @@ def train_by_rule(word: str, islands: int, folder: Path, options: dict[str, Any]
     wanted = train_by(rule, serial, learners, run.step, loss_of, optimizer_of, joined.log)
     mine = wanted[0 if joined.log else joined.mine]
     assert any((a != b).any() for a, b in zip(mine.parameters(), serial.parameters(), strict=True))
+    torch.testing.assert_close(state["unused"], torch.ones(3, dtype=torch.float64))  # optimizers pass over it
     errors = [
         max(
             float((item.detach() - state[name]).abs().max())
