@@ -6,6 +6,7 @@ import pickle
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -200,3 +201,18 @@ def test_one_more_of_a_group_is_a_node_or_on_one_node_a_device(tmp_path: Path) -
     groups = [replace(cpus("a", 4), nodes=2, inter=NETWORK), cpus("b", 3), cpus("c", 1, speed=0.5)]
     links = [tied("a", "b", same_node=False), tied("b", "c")]
     assert ClusterSpec.of_groups(groups, links).with_more(2) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [({"speed": 0}, "speed"), ({"nodes": 0}, "nodes"), ({"devices_per_node": 1.5}, "devices_per_node")],
+)
+def test_a_group_that_is_none_is_refused(words: dict[str, Any], found: str) -> None:
+    with pytest.raises(InputError, match=f"group a.{found}"):
+        DeviceGroup("a", "cpu", **words)
+
+
+def test_groups_say_memory_as_text_and_are_at_least_one() -> None:
+    assert DeviceGroup("a", "h100", memory="40GB").memory == 40 * 10**9  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="groups: found none"):
+        ClusterSpec.of_groups([])

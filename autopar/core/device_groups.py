@@ -13,9 +13,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.core.cluster_keys import violation
+from autopar.core.cluster_keys import GROUP_KEYS, read_table, refuse, violation
 from autopar.core.links import DescribedDevice, Link
 from autopar.errors import InputError
+
+_READ = ("name", "device", "nodes", "devices_per_node", "memory", "speed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,14 @@ class DeviceGroup:
     intra: Link | None = None
     inter: Link | None = None
     described: DescribedDevice | None = None
+
+    def __post_init__(self) -> None:
+        """Take memory also as text; raises InputError with all violations."""
+        wrong: list[InputError] = []
+        given = {key: value for key in _READ if (value := getattr(self, key)) is not None}
+        for key, value in read_table(f"group {self.name}", given, GROUP_KEYS, wrong).items():
+            object.__setattr__(self, key, value)
+        refuse("DeviceGroup", wrong)
 
     @property
     def num_devices(self) -> int:
@@ -57,7 +67,9 @@ class GroupLink:
 
 
 def check_groups(groups: Sequence[DeviceGroup], between: Sequence[GroupLink]) -> list[InputError]:
-    """Violations by names that are unclear, devices of other types, and links that are no tree."""
+    """Violations by no groups, names that are unclear, devices of other types, and links that are no tree."""
+    if not groups:
+        return [violation("groups", "none", "at least one group of devices")]
     names = [group.name for group in groups]
     wrong = [
         violation("groups", f"{names.count(name)} groups named {name!r}", "a name for each")

@@ -31,6 +31,7 @@ LONGEST_AXIS = 1_000_000  # devices of an axis
 MOST_SHARE = 1_000_000  # of rows, against the least of an axis
 AXIS_NAMES = "abc"  # one to three axes; more have never paid on real clusters
 _SHARES = r"(\d{1,9}(\*\d{1,9})?:)+\d{1,9}(\*\d{1,9})?"
+MESH_PATTERN = rf"^(\d{{1,9}}|{_SHARES})(x(\d{{1,9}}|{_SHARES}))*$"  # as a mesh is written
 _MESH = re.compile(rf"(-?\d{{1,9}}|{_SHARES})([xX](-?\d{{1,9}}|{_SHARES}))*")
 
 

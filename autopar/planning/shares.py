@@ -39,7 +39,10 @@ def by_speed(
     it is asked for."""
     if not cluster.groups or request.mesh:
         return list(meshes)
-    speeds = [1 / seconds for seconds in seconds_of(graph, cluster, model, training=request.training)]
+    every = seconds_of(graph, cluster, model, training=request.training)
+    if not all(every):  # of a graph that computes nothing
+        return list(meshes)
+    speeds = [1 / seconds for seconds in every]
     return list(dict.fromkeys(each for mesh in meshes for each in (shared(mesh, cluster, speeds), mesh)))
 
 
@@ -88,10 +91,8 @@ def pace_notes(priced: PricedProgram) -> tuple[str, ...]:
         )
         for number, each in prices.by_group.items()
     }
-    slowest, told = (
-        max(seconds, key=lambda name: seconds[name]),
-        ", ".join(f"{name} {show_seconds(each)}" for name, each in seconds.items()),
-    )
+    slowest = max(seconds, key=lambda name: seconds[name])
+    told = ", ".join(f"{name} {show_seconds(each)}" for name, each in seconds.items())
     guessed = [
         f"{groups[number].name}: nothing of {groups[number].device} is measured, its seconds are estimates"
         for number, each in prices.by_group.items()

@@ -17,7 +17,7 @@ of what writes to one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,8 @@ def operator(name: str) -> Any:
 
 def eager(name: str) -> Callable[..., Any]:
     """What the registered operator does, past torch's dispatcher, which takes twice as long as a small one's
-    work; the operator itself where it has no derivative."""
+    work; the operator itself where it has no derivative, or where the dispatcher has more to do: modes,
+    profilers, conjugates that are only noted."""
     overload = operator(name)
     return getattr(overload, EAGER, overload)  # type: ignore[no-any-return]
 
@@ -97,7 +98,7 @@ def _differentiable(
 
     def below(*args: Any) -> Any:
         with below_autograd():
-            return kernel(*args) if _is_real(args[0]) else overload(*args)
+            return kernel(*args) if _is_real(args[0]) and not _has_notes(args) else overload(*args)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -131,6 +132,19 @@ def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., An
 def _is_real(tensor: Any) -> bool:
     """Whether a tensor has values, and nothing but a kernel is to see it."""
     return type(tensor) is torch.Tensor and not tensor.is_meta and not num_dispatch_modes()
+
+
+def _has_notes(values: Iterable[Any]) -> bool:
+    """Whether the memory of a tensor holds conjugates or negatives of its values, as torch has noted.
+
+    Its dispatcher resolves them before a kernel reads that memory.
+    """
+    return any(
+        (value.is_conj() or value.is_neg())
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, (list, tuple)) and _has_notes(value)
+        for value in values
+    )
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -171,8 +171,8 @@ class Sender:
 
 def flat_of(tensor: Tensor) -> Tensor:
     """The real numbers of a tensor, one after the other."""
-    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return real.reshape(-1)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
 
 
 def shaped_as(tensor: Tensor, flat: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Exchanges:
         # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
         estimate = None
-        if self.cluster.topology and self.cluster.inter and nodes > 1:
+        if self.cluster.topology and self.cluster.inter and nodes > 1 and self._are_runs(key, nodes):
             there = topology_price.NodeGroup(
                 self.cluster.topology, nodes, size // nodes, self.cluster.intra, self.cluster.inter
             )
@@ -96,6 +96,17 @@ class Exchanges:
             kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate
         )
         return found.seconds
+
+    def _are_runs(self, axes: tuple[int, ...], nodes: int) -> bool:
+        """Whether each group along `axes` lies on a run of `nodes` nodes, of those that the topology is cut
+        into: of other groups the price is the link's."""
+        assert self.cluster.topology is not None
+        per_node, run = self.cluster.devices_per_node, range(nodes)
+        return self.cluster.topology.nodes % nodes == 0 and all(
+            {rank // per_node - first * nodes for rank in group} == set(run)
+            for group in self.mesh.groups(axes)
+            for first in [min(group) // per_node // nodes]
+        )
 
     # -- inside of operators --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from autopar.core.mesh import Mesh
+from autopar.core.mesh import MESH_PATTERN, Mesh
 from autopar.core.placement import Placement
 from autopar.results.files.codec import FORMAT, HEAD, READ
 
@@ -29,7 +29,7 @@ PLAIN: Mapping[Any, str] = {
 TEXTS: Mapping[Any, dict[str, Any]] = {
     Mesh: {
         "type": "string",
-        "pattern": r"^[\d*:]+(x[\d*:]+)*$",
+        "pattern": MESH_PATTERN,
         "description": "sizes of the axes, as in 2x2, or shares of rows, as in 1:2x2",
     },
     Placement: {

@@ -198,7 +198,8 @@ def _by_peer(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, deque[memoryvie
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of main memory, which keep it."""
+    """The bytes of a contiguous tensor of main memory, which keep it; its values themselves lie there."""
+    assert not tensor.is_conj() and not tensor.is_neg()
     held: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     held.tensor = tensor
     return memoryview(held).cast("B")

@@ -50,6 +50,7 @@ from autopar.trace.call.user_source import is_library
 
 TICK = 1.0  # seconds
 ROLL_CALL_SECONDS = 5.0  # seconds in a call before the others are looked at
+LATER_SECONDS = 30.0  # in which a rank may come to where another is, within a call
 WARNING_SECONDS = 30.0  # seconds in a call before the rank says so
 REMEMBERED_CALLS = 32  # of which a rank tells others
 KEY = "autopar/roll_call/{rank}"
@@ -73,7 +74,7 @@ class RollCall:
         self._is_backward = False  # that call
         self._told = ""
         self._warned = 0
-        self._unlike: dict[int, tuple[tuple[str, ...], float]] = {}  # names that differ, by rank: since when
+        self._unlike: dict[int, tuple[tuple[Any, ...], float]] = {}  # names that differ, by rank: since when
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="autopar roll call", daemon=True)
         self._thread.start()
@@ -197,7 +198,8 @@ class RollCall:
         mine, absent = self._calls[number], []
         for rank, (other, calls) in self._others().items():
             theirs = calls.get(number)
-            if theirs is not None and theirs.name != mine.name and not self._may_follow(rank, mine, theirs):
+            is_other = theirs is not None and theirs.name != mine.name
+            if theirs is not None and is_other and not self._may_follow(number, rank, mine, theirs):
                 self._fail(made_another(mine, self._rank, rank, theirs))
             if other["ended"] and other["number"] < number:
                 self._fail(_has_ended(mine, self._rank, rank, calls.get(other["number"], _NONE)))
@@ -208,17 +210,17 @@ class RollCall:
             where = f"rank {self._rank} has waited {waited:.0f} s in {mine}"
             print(f"autopar: {where}: {', '.join(absent)}", file=sys.stderr, flush=True)
 
-    def _may_follow(self, rank: int, mine: CollectiveCall, theirs: CollectiveCall) -> bool:
-        """Whether one of two names of a call goes on as the other does, and may become it: a rank whose next
-        program takes longer to make comes later."""
+    def _may_follow(self, number: int, rank: int, mine: CollectiveCall, theirs: CollectiveCall) -> bool:
+        """Whether one of two names of a call goes on as the other does, and may still become it: a rank whose
+        next program takes up to LATER_SECONDS longer to make."""
         first, second = sorted((mine.name, theirs.name), key=len)
         if not second.startswith(f"{first}, "):
             return False
         names, since = self._unlike.get(rank, ((), 0.0))
-        if names != (mine.name, theirs.name):
-            self._unlike[rank] = (mine.name, theirs.name), time.monotonic()
+        if names != (number, mine.name, theirs.name):
+            self._unlike[rank] = (number, mine.name, theirs.name), time.monotonic()
             return True
-        return time.monotonic() - since < WARNING_SECONDS
+        return time.monotonic() - since < LATER_SECONDS
 
     def _others(self) -> dict[int, tuple[dict[str, Any], dict[int, CollectiveCall]]]:
         """Reports of the other ranks, and their last calls by number."""

@@ -35,8 +35,9 @@ def _counted(sent: Tensor, lengths: Sequence[int], place: int, group: str) -> Te
 def _travel(
     x: Tensor, sent: Tensor, got: Tensor, lengths: Sequence[int], back: bool, rows: int, group: str
 ) -> Tensor:
-    leaving = [int(each.sum()) for each in torch.split(sent, list(lengths))]
-    coming = got.view(len(lengths), -1).sum(1).tolist()
+    sums = [*(each.sum() for each in torch.split(sent, list(lengths))), *got.view(len(lengths), -1).sum(1)]
+    counts = torch.stack(sums).tolist()  # a GPU's host waits once
+    leaving, coming = counts[: len(lengths)], counts[len(lengths) :]
     sends, receives = (coming, leaving) if back else (leaving, coming)
     return transport.all_to_all_rows(x.contiguous(), sends, receives, group)
 
@@ -56,7 +57,7 @@ def _note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _return(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     sent, got = ctx.saved_tensors
     how = ctx.lengths, not ctx.back, ctx.rows, ctx.group
-    return registry.operator("travel")(gradient, sent, got, *how), *(None for _ in range(6))
+    return registry.eager("travel")(gradient, sent, got, *how), *(None for _ in range(6))
 
 
 registry.constant(

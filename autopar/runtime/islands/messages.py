@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
+from autopar.runtime.collectives.memory_format import settled
 from autopar.updates.wires import Sender, Wire, flat_of, shaped_as
 
 Message = tuple[Tensor, ...]
@@ -70,7 +71,7 @@ class Across:
 
     def _send(self, peer: int, message: Message, mark: Mark) -> tuple[list[Any], list[Tensor]]:
         """Begin to send: how many tensors on which occasion, their dtypes and sizes, their bytes."""
-        held = [item.detach().cpu().contiguous() for item in message]
+        held = [settled(item.detach()).cpu().contiguous() for item in message]
         kinds = torch.tensor([[_code(item.dtype), item.numel()] for item in held], dtype=torch.int64)
         body = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(item) for item in held)])
         parts = [torch.tensor([len(held), *mark]), kinds, body]

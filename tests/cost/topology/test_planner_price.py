@@ -78,3 +78,13 @@ def test_measurements_of_another_topology_are_of_another_network() -> None:
     settings = [network_of(replace(PLAIN, topology=each)) for each in (None, RING)]
     assert settings[0] == network_of(PLAIN) != settings[1]
     assert "ring of 4" in settings[1].fingerprint
+
+
+@pytest.mark.parametrize(("nodes", "shape"), [(8, (2, 4)), (3, (2, 3))])
+def test_groups_of_nodes_that_are_no_runs_take_the_links_price(nodes: int, shape: tuple[int, int]) -> None:
+    """As of meshes by hand: nodes 0 and 4 aren't neighbours, and 2 of 3 nodes leave one over."""
+    cluster = replace(PLAIN, nodes=nodes, devices_per_node=6 // nodes or 1)
+    laid = replace(cluster, topology=Topology(TopologyKind.RING, nodes))
+    for kind in KINDS:
+        price = exchanges(laid, TOY, *shape).collective(kind, 4000, (0,))
+        assert price == exchanges(cluster, TOY, *shape).collective(kind, 4000, (0,))

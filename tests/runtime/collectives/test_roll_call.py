@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.runtime.collectives import roll_call
+from autopar.runtime.collectives.statements import CollectiveCall
+
 ROOT = Path(__file__).parents[3]
 BEGIN = """
 import sys, time, torch, torch.distributed as dist
@@ -101,7 +104,6 @@ def slow(self, *args, **kwargs):
     return bind(self, *args, **kwargs)
 
 CallPrograms._bind = slow
-roll_call.WARNING_SECONDS = 30.0
 parallel(x[:7]), parallel(x[:6])
 with roll_call.collective("two programs", compares=True):
     parallel(x[:5]), parallel(x[:3])
@@ -113,3 +115,21 @@ def test_a_rank_that_takes_longer_to_make_a_program_is_waited_for(tmp_path: Path
     """While it makes the first of two in one call, the other rank is at the second."""
     code, told, _ = run(tmp_path, SLOW)
     assert code == 0, told
+
+
+def test_a_call_may_differ_as_one_before_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own time in which the later rank may come."""
+    now = [0.0]
+    monkeypatch.setattr(roll_call.time, "monotonic", lambda: now[0])
+    mine = roll_call.RollCall.__new__(roll_call.RollCall)
+    mine._unlike = {}
+    first, further = (CollectiveCall(name, "", 0) for name in ("train_step", "train_step, by a new program"))
+
+    def follows(number: int, at: float, other: CollectiveCall = first) -> bool:
+        now[0] = at
+        return mine._may_follow(number, 1, further, other)
+
+    assert follows(4, 0.0) and follows(4, roll_call.LATER_SECONDS - 1)
+    assert follows(5, 2 * roll_call.LATER_SECONDS)
+    assert not follows(5, 3 * roll_call.LATER_SECONDS)
+    assert not follows(6, 0.0, CollectiveCall("state_dict", "", 0))
