@@ -34,15 +34,22 @@ class PriceCache:
 _KNOWN: dict[Any, PriceCache] = {}
 
 
-def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> PriceCache:
-    """Remembered prices for a mesh. A new cache is made where operators are or may be measured here, since
-    measuring changes prices."""
+def known_prices(
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    model: CostModel,
+    *,
+    training: bool,
+    among: tuple[tuple[int, ...], ...] = (),
+) -> PriceCache:
+    """Remembered prices for a mesh, or for those of its ranks that are `among` coordinates. A new cache is
+    made where operators are or may be measured here, since measuring changes prices."""
     measured = model.measured and not model.of_file
     if model.here or measured or model.corrections or model.collectives != CollectiveTable({}):
         return PriceCache()
     device = model.device, model.contention, model.of_file, training
     alike = next((known for (_, _, *other), known in _KNOWN.items() if tuple(other) == device), PriceCache())
-    key = mesh, cluster, *device
+    key = (mesh, among), cluster, *device
     found = _KNOWN.pop(key, None) or PriceCache(alike.local)
     while len(_KNOWN) >= REMEMBERED_MESHES:
         del _KNOWN[next(iter(_KNOWN))]

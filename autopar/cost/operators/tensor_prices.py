@@ -124,7 +124,8 @@ class TensorPrices:
     def known(self) -> PriceCache:
         """Prices of equal operators and tensors of other graphs on this mesh, without multipliers."""
         if self._known is None:
-            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            mesh, among = self.dims.mesh, self.dims.among
+            self._known = known_prices(self.cluster, mesh, self.model, training=self.training, among=among)
         return self._known
 
     # -- moves --------------------------------------------------------------------------------------

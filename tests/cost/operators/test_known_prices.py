@@ -144,6 +144,7 @@ def test_prices_are_known_by_all_that_they_depend_on() -> None:
     assert known_prices(CLUSTER, Mesh((4,)), CostModel.of(CLUSTER, None), training=True) is first
     slower = replace(MODEL, device=replace(MODEL.device, launch_seconds=1.0))
     assert known_prices(CLUSTER, Mesh((2, 2)), MODEL, training=True) is not first
+    assert known_prices(CLUSTER, Mesh((4,)), MODEL, training=True, among=((0,),)) is not first
     assert known_prices(CLUSTER, Mesh((4,)), MODEL, training=False) is not first
     assert known_prices(CLUSTER, Mesh((4,)), slower, training=True) is not first
     measuring = replace(MODEL, here=True)
