@@ -79,7 +79,7 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
     assert code == 0, told
     assert told.count("autopar: rank 0 has waited") == 1
     script = f"{tmp_path}/script.py"
-    assert f"s in forward ({script}:18): rank 1 was last in forward ({script}:13)" in told
+    assert f"s in forward ({script}:18): rank 1 was last in backward of forward 2 ({script}:13)" in told
 
 
 @pytest.mark.slow
