@@ -147,7 +147,11 @@ def fitted_step(
 
 
 def _in_parts(problem: MeshProblem, batch: WholeBatch, count: int, cluster: ClusterSpec) -> MeshProblem:
-    """The problem of all devices on one axis, of the batch in so many parts."""
-    request = replace(problem.request, pipeline_ranks=1, micro_batches=count, mesh=None)
+    """The problem of all devices on one axis, of the batch in so many parts; of the same graph, with the same
+    outputs, where it has as many."""
+    asked = problem.request
+    is_same = asked.pipeline_ranks == 1 and asked.micro_batches == count
+    graph = problem.graph if is_same else batch.graph_of(count)
+    request = replace(asked, pipeline_ranks=1, micro_batches=count, mesh=None)
     mesh, hop = Mesh((cluster.num_devices,)), problem.model.hop(cluster, 1)
-    return MeshProblem(batch.graph_of(count), mesh, cluster, problem.model, request, problem.cap, hop)
+    return MeshProblem(graph, mesh, cluster, problem.model, request, problem.cap, hop)

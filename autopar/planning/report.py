@@ -26,7 +26,7 @@ from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.links import described, link_notes
 from autopar.planning.shares import pace_notes
 from autopar.planning.step_parts import step_parts
-from autopar.planning.training_notes import host_notes, training_notes
+from autopar.planning.training_notes import host_notes, overlap_notes, training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
@@ -230,6 +230,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     if request.training:
         counted = (*training_notes(graph), *checkpoint_notes(graph, step, request.recompute))
     counted = (*counted, *host_notes(step, len(graph.operators), request.micro_batches))
+    counted = (*counted, *overlap_notes(step, request))
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)

@@ -1,5 +1,6 @@
 """What a plan notes of a step that trains nothing, or otherwise than was meant: eager training says it later,
-by an error in backward, or by a loss that isn't a number; and of one in which a GPU waits."""
+by an error in backward, or by a loss that isn't a number; and of one in which a GPU waits: for its host, or
+for exchanges that could start early."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 
 from autopar.core.graph import Graph, InputKind
+from autopar.cost.program.early import could_hide
+from autopar.planning.asked.request import Request
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
+
+MUCH = 0.03  # of a step: less isn't worth a note
 
 
 def training_notes(graph: Graph) -> Iterator[str]:
@@ -20,6 +25,18 @@ def training_notes(graph: Graph) -> Iterator[str]:
         yield "nothing to train: no parameter of the model that forward uses requires a gradient"
     elif graph.loss is not None and not graph.specs[graph.loss].requires_grad:
         yield "nothing to train: no parameter that learns reaches the loss"
+
+
+def overlap_notes(step: Step, request: Request) -> Iterator[str]:
+    """A note where much of what a step without stages waits for would hide if it started early."""
+    if request.overlap or request.pipeline_ranks > 1 or not request.training:
+        return
+    seconds = request.micro_batches * could_hide(step.solution.priced)
+    if seconds >= MUCH * step.seconds:
+        yield (
+            f"about {show_seconds(seconds)} of the communication that a step waits for would hide behind "
+            "compute if it started early: --overlap"
+        )
 
 
 def host_notes(step: Step, operators: int, micro_batches: int) -> Iterator[str]:

@@ -12,11 +12,14 @@ from autopar.core.force import Parallelism
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.devices import OVERLAP
+from autopar.cost.program.early import could_hide, early_seconds
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import AutoparError
+from autopar.planning import training_notes
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.search import FoundPlan, search
+from autopar.units import show_seconds
 from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
 
 SHARDS = {"force": Parallelism.BATCH, "shard_state": ShardState.WEIGHTS}
@@ -109,3 +112,25 @@ def test_no_forced_plan_beats_the_bound(mesh: tuple[int, ...], count: int) -> No
         assert free.step.bound <= forced.step.seconds * (1 + CLOSE)
         assert forced.step.bound <= forced.step.seconds * (1 + CLOSE)
     assert tried > 4
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_plan_whose_exchanges_could_start_early_says_how_much_would_hide(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_notes, "MUCH", 1e-3)
+    blocking = found_for(overlap=False, **SHARDS, micro_batches=count)
+    priced = blocking.step.solution.priced
+    early = PricedProgram(replace(priced.prices, early=True), priced.program)
+    assert could_hide(priced) == pytest.approx(early_seconds(early)[1]) and could_hide(priced)
+    assert could_hide(early) == 0.0 and early_seconds(priced) == (0.0, 0.0)
+    (note,) = (note for note in blocking.plan.notes if "--overlap" in note)
+    assert note.startswith(f"about {show_seconds(count * could_hide(priced))} of the communication")
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False, "device": "cpu"}])
+def test_a_plan_that_would_gain_nothing_says_nothing_of_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_notes, "MUCH", 1e-3)
+    assert not any("--overlap" in note for note in found_for(**options, **SHARDS).plan.notes)

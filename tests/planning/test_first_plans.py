@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from autopar.cost.machine.model import CostModel
 from autopar.errors import OutOfTimeError
 from autopar.planning.asked.ask import UNLIMITED
 from autopar.planning.asked.request import Request
-from autopar.planning.first_plans import first_plan, first_step
+from autopar.planning.first_plans import WholeBatch, first_plan, first_step, fitted_step
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.planner import STOPPED
 from autopar.trace.export import trace
@@ -47,6 +48,15 @@ def test_a_first_plan_keeps_to_the_cap_by_shards_of_state_and_by_recomputing() -
     assert step is not None and step.peak_bytes <= free.peak_bytes // 2
     assert step.solution.program.recompute
     assert step.solution.peak.nbytes == step.solution.priced.peak.nbytes  # as it is replayed
+
+
+def test_a_row_of_the_whole_batch_is_of_the_plans_own_graph() -> None:
+    """It has the outputs that the plan has, which cost memory; of parts it is the part's graph."""
+    at_once, part = problem(None), problem(None).graph
+    batch = WholeBatch(lambda _: part, (2, 4))
+    other, _ = fitted_step(at_once, batch, Parallelism.BATCH, NODE, UNLIMITED)
+    same, _ = fitted_step(at_once, replace(batch, counts=(1, 2)), Parallelism.BATCH, NODE, UNLIMITED)
+    assert same.graph is at_once.graph and other.graph is part
 
 
 def test_no_first_plan_meets_a_cap_below_the_model() -> None:

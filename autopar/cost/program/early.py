@@ -40,6 +40,15 @@ class EarlyExchange:
 
 def early_seconds(priced: PricedProgram) -> tuple[float, float]:
     """Seconds of a micro-batch's exchanges that start early, and those of them that hide."""
+    return _early_seconds(priced) if priced.prices.early else (0.0, 0.0)
+
+
+def could_hide(priced: PricedProgram) -> float:
+    """Seconds of a micro-batch that would hide if exchanges started early, which they don't."""
+    return 0.0 if priced.prices.early else _early_seconds(priced)[1]
+
+
+def _early_seconds(priced: PricedProgram) -> tuple[float, float]:
     exchanges = list(early_exchanges(priced))
     return sum(each.seconds for each in exchanges), sum(_hidden(priced, exchanges).values())
 
@@ -62,9 +71,9 @@ def hidden_seconds(priced: PricedProgram) -> dict[tuple[Phase, int], float]:
 
 
 def early_exchanges(priced: PricedProgram) -> Iterator[EarlyExchange]:
-    """The exchanges that start early; of sums what waits behind the gradients of one product's weights."""
+    """The exchanges that may start early; of sums what waits behind gradients of one product's weights."""
     prices = priced.prices
-    if not (prices.early and prices.overlap):
+    if not prices.overlap:
         return
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
     recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
