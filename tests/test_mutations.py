@@ -36,6 +36,7 @@ from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Rule, Site
 from autopar.sharding.window import Window
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.program.problem import Problem
@@ -183,7 +184,7 @@ def optimum() -> bool:
         prices = random_prices(graph, TWO, random)
         space = small_space(graph, prices, random, most=4, layouts=2)
         best = BruteForce(graph, prices, space).best()
-        found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+        found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
         if found.bound > best * (1 + 1e-6) or found.seconds > best * (1 + 1e-6):
             return False
     return True

@@ -23,6 +23,7 @@ from autopar.cost.machine.measuring import CoRunners
 from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
+from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.search import measure_operators, search
 from autopar.results.files.text import html_of
@@ -161,9 +162,7 @@ def _store(
             graph, job.cluster, job.request, database=database, progress=job.bar, co_runners=co_runners
         )
         request = replace(job.request, alternatives=False)
-        found = search(
-            graph, job.cluster, request, database=database, progress=job.bar, co_runners=co_runners
-        )
+        found = search(graph, job.cluster, request, SearchMeans(database, job.bar, co_runners))
     return replace(empty, operators=count, plan=found.plan)
 
 

@@ -30,6 +30,7 @@ from autopar.cost.machine.measuring import CoRunners, Progress
 from autopar.cost.machine.model import setting_of
 from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
+from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.planner import Planner
 from autopar.planning.search import FoundPlan, search
@@ -184,9 +185,7 @@ class Comparer:
             self.traced(request).graph,
             cluster,
             request,
-            database=self.database,
-            progress=self.progress,
-            co_runners=self.co_runners,
+            SearchMeans(self.database, self.progress, self.co_runners),
         )
 
     # -- limits -----------------------------------------------------------------------------------

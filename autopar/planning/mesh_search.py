@@ -39,6 +39,7 @@ from autopar.planning.known_cuts import KnownCuts
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
+from autopar.solve.assignment.goal import Effort, Goal
 from autopar.solve.assignment.memory_frontier import MemoryPricedProgram
 from autopar.solve.assignment.multipliers import MultiplierSearch
 from autopar.solve.assignment.search import MEMORY_PRICES
@@ -47,7 +48,7 @@ from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding, fold
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
-from autopar.solve.choices.space import Space, build_space, split_by_force
+from autopar.solve.choices.space import Borders, Space, build_space, split_by_force
 from autopar.solve.program.problem import Problem
 from autopar.solve.program.solution import CutoffError, Solution, UnbeatenError, check_cutoff
 from autopar.solve.stages.cut_search import MOST_CUT_PLACES
@@ -520,24 +521,29 @@ class MeshProblem:
         if first is not None and ask.multiplier is not None:
             priced = first.priced.at(prices)
             first = dataclasses.replace(first, priced=priced, seconds=priced.seconds)
+        known = cutoff if first is None else min(cutoff, first.seconds)
         try:
             found = choose_named(
                 self.graph,
                 prices,
                 self.space(ask.force),
                 self.folding,
-                cap=ask.cap,
-                gap=self.request.gap,
-                time_limit=None if limits.deadline is None else max(0.1, left(limits.deadline)),
-                memory_price=ask.memory_price,
-                bounded=ask.bounded,
-                recompute=ask.recompute,
-                offload=self.offload if alone else Offload.NONE,
-                cutoff=cutoff,
-                known=min(cutoff, first.seconds if first else math.inf) if ask.cap is not None else math.inf,
-                work=limits.work,
-                brief=ask.multiplier is not None and ask.multiplier < 1.0,
-                programs=programs if ask.memory_price == FREE else self.priced_programs,
+                Goal(
+                    ask.cap,
+                    self.request.gap,
+                    ask.memory_price,
+                    ask.bounded,
+                    ask.recompute,
+                    self.offload if alone else Offload.NONE,
+                    cutoff,
+                    known if ask.cap is not None else math.inf,
+                ),
+                Effort(
+                    None if limits.deadline is None else max(0.1, left(limits.deadline)),
+                    limits.work,
+                    brief=ask.multiplier is not None and ask.multiplier < 1.0,
+                ),
+                programs if ask.memory_price == FREE else self.priced_programs,
             )
         except UnbeatenError as error:
             if first is None:
@@ -579,11 +585,13 @@ class MeshProblem:
                 self.folding,
                 force=force,
                 pins=self.request.pins if force is self.request.force else None,
-                stored=self.request.stored,
-                local_inputs=self.request.local_inputs,
-                user_layouts=self.request.user_layouts,
-                local_outputs=self.request.leaves_parts(self.graph),
-                shard_state=self.request.shard_state,
+                borders=Borders(
+                    self.request.stored,
+                    self.request.local_inputs,
+                    self.request.user_layouts,
+                    self.request.leaves_parts(self.graph),
+                    self.request.shard_state,
+                ),
             )
         return self.spaces[force]
 

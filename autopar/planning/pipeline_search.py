@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.core.deadline import after, is_over, left
 from autopar.core.graph import Graph
-from autopar.cost.machine.measuring import Budget, CoRunners, Progress
+from autopar.cost.machine.measuring import Budget
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.apart import Apart, complexity
+from autopar.planning.asked.ask import NO_MEANS, SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.first_plans import WholeBatch
@@ -31,7 +32,6 @@ from autopar.planning.screening import GraphOf, Screen
 from autopar.planning.search import MeshDecision, decide, decide_first
 from autopar.results.plan.plan import Alternative
 from autopar.solve.program.solution import CutoffError
-from costdb.database import Database
 
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
@@ -42,41 +42,45 @@ SLOWER = 1.5  # times its estimate that a plan with stages may come out; one wit
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 
 
+@dataclass(frozen=True, slots=True)
+class BatchGraphs:
+    """Graphs of a global batch of `size` samples: `graph_of(m)` is that of one of m micro-batches, and called
+    once for each m that is looked at, of `least` or more. Only a batch that is computed at once, by one
+    stage, has `outputs` bytes beside its loss; `at_once` is its graph with them, if it is planned with them.
+    """
+
+    graph_of: GraphOf
+    size: int
+    outputs: int = 0
+    least: int = 1
+    at_once: Graph | None = None
+
+
 def decide_all(
-    graph_of: GraphOf,
-    batch: int,
+    batch: BatchGraphs,
     cluster: ClusterSpec,
     request: Request,
+    means: SearchMeans = NO_MEANS,
     *,
     ranks: int | None = None,
     micro_batches: int | None = None,
-    database: Database | None = None,
-    progress: Progress | None = None,
-    co_runners: CoRunners | None = None,
-    budget: Budget | None = None,
-    deadline: float | None = None,
-    outputs: int = 0,
-    least: int = 1,
-    at_once: Graph | None = None,
     first: MeshDecision | None = None,
 ) -> MeshDecision:
-    """Find the best step for a global batch of `batch` samples over numbers of pipeline ranks.
+    """Find the best step for a global batch over numbers of pipeline ranks.
 
     `ranks`, `micro_batches` and `request.schedule` are chosen where they are None. The request's own numbers
-    of both don't count.
-
-    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
-    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
-    `at_once` is its graph with them, if it is to be planned with them. `first` stands if time is over.
+    of both don't count. `first` stands if time is over.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
-    graph_of = _once(graph_of)
-    budget = budget or Budget(request.measure_seconds)
-    deadline = after(request.time_limit) if deadline is None else deadline
-    counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
+    graph_of, at_once = _once(batch.graph_of), batch.at_once
+    deadline = after(request.time_limit) if means.deadline is None else means.deadline
+    budget = means.budget or Budget(request.measure_seconds)
+    means = replace(means, budget=budget, deadline=deadline)
+    divisors = [each for each in _divisors(batch.size) if each >= batch.least]
+    counts = [micro_batches] if micro_batches else divisors
     screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
-    screen = Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
+    screen = Screen(graph_of, counts, batch.size, cluster, request, means.database, screening, batch.outputs)
     choices = screen.choices(ranks) if first is None else screen.choices_in_time(ranks)
     apart = screen.apart
     room = MEASURED if apart.measured else 1.0
@@ -111,19 +115,7 @@ def decide_all(
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
         try:
-            found.append(
-                decide(
-                    graph,
-                    cluster,
-                    asked,
-                    database=database,
-                    progress=progress,
-                    co_runners=co_runners,
-                    budget=budget,
-                    cutoff=min(fastest, promised),
-                    deadline=deadline,
-                )
-            )
+            found.append(decide(graph, cluster, asked, means, cutoff=min(fastest, promised)))
         except CutoffError as error:
             failures.append(error)
             if promised < fastest:
@@ -134,7 +126,7 @@ def decide_all(
         raise _least(failures, len(looked_at))
     best = apart.simplest(found)
     if best is first:
-        best = _searched(best, cluster, database, progress, co_runners, budget, deadline)
+        best = _searched(best, cluster, means)
     told = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     note = (told,) if len(choices) > 1 else ()
     notes = *note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
@@ -177,29 +169,12 @@ def _first(screen: Screen, ranks: int | None, at_once: Graph | None) -> MeshDeci
     return decide_first(at_once or screen.graph_of(count), screen.cluster, request, database=screen.database)
 
 
-def _searched(
-    first: MeshDecision,
-    cluster: ClusterSpec,
-    database: Database | None,
-    progress: Progress | None,
-    co_runners: CoRunners | None,
-    budget: Budget,
-    deadline: float | None,
-) -> MeshDecision:
+def _searched(first: MeshDecision, cluster: ClusterSpec, means: SearchMeans) -> MeshDecision:
     """A first plan, or a better one of its mesh, without stages and micro-batches, with its bound."""
-    if is_over(deadline):
+    if is_over(means.deadline):
         return first
     try:
-        return decide(
-            first.problem.graph,
-            cluster,
-            replace(first.request, mesh=first.problem.mesh),
-            database=database,
-            progress=progress,
-            co_runners=co_runners,
-            budget=budget,
-            deadline=deadline,
-        )
+        return decide(first.problem.graph, cluster, replace(first.request, mesh=first.problem.mesh), means)
     except SolverError:
         return first
 

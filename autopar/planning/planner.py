@@ -34,12 +34,13 @@ from autopar.errors import (
     TraceError,
 )
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Auto, Request
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
-from autopar.planning.pipeline_search import decide_all
+from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish, search
 from autopar.planning.training_notes import weight_notes
 from autopar.results.plan.plan import Plan
@@ -127,11 +128,7 @@ class Planner:
                     graph,
                     self.cluster,
                     request,
-                    database=database,
-                    progress=self.progress,
-                    co_runners=co_runners,
-                    budget=budget,
-                    deadline=deadline,
+                    SearchMeans(database, self.progress, co_runners, budget, deadline),
                 ).plan
             except InfeasibleError as error:
                 # What an OverCapError says is sought when it is read, which takes time: it is about memory.
@@ -194,20 +191,12 @@ class Planner:
         def decide_once(least: int, at_once: Graph | None) -> MeshDecision:
             with Database.open(self.costdb) as database:
                 return decide_all(
-                    graph_of,
-                    parts.size,
+                    BatchGraphs(graph_of, parts.size, _bytes_beside_the_loss(whole), least, at_once),
                     self.cluster,
                     self.request,
+                    SearchMeans(database, self.progress, co_runners, budget, deadline),
                     ranks=ranks,
                     micro_batches=1 if kept else micro_batches,
-                    database=database,
-                    progress=self.progress,
-                    co_runners=co_runners,
-                    budget=budget,
-                    deadline=deadline,
-                    outputs=_bytes_beside_the_loss(whole),
-                    least=least,
-                    at_once=at_once,
                     first=first,
                 )
 
@@ -299,11 +288,7 @@ class Planner:
                     graph,
                     self.cluster,
                     request,
-                    database=database,
-                    progress=self.progress,
-                    co_runners=co_runners,
-                    budget=budget,
-                    deadline=deadline,
+                    SearchMeans(database, self.progress, co_runners, budget, deadline),
                 )
             except InfeasibleError:
                 return None

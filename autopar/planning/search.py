@@ -26,7 +26,7 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise, promise
-from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.ask import NO_MEANS, Limits, SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.first_plans import WholeBatch, first_of, first_on_one_axis
 from autopar.planning.measured_first import PlanCalls, most_valuable
@@ -83,58 +83,32 @@ class MeshDecision:
         return fits or self.step.solution.seconds <= fastest.seconds * (1 + SECONDS_TOLERANCE)
 
 
-def search(
-    graph: Graph,
-    cluster: ClusterSpec,
-    request: Request,
-    *,
-    database: Database | None = None,
-    progress: Progress | None = None,
-    co_runners: CoRunners | None = None,
-    budget: Budget | None = None,
-    deadline: float | None = None,
-) -> FoundPlan:
+def search(graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans = NO_MEANS) -> FoundPlan:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
-    return finish(
-        decide(
-            graph,
-            cluster,
-            request,
-            database=database,
-            progress=progress,
-            co_runners=co_runners,
-            budget=budget,
-            deadline=deadline,
-        )
-    )
+    return finish(decide(graph, cluster, request, means))
 
 
 def decide(
     graph: Graph,
     cluster: ClusterSpec,
     request: Request,
+    means: SearchMeans = NO_MEANS,
     *,
-    database: Database | None = None,
-    progress: Progress | None = None,
-    co_runners: CoRunners | None = None,
-    budget: Budget | None = None,
     cutoff: float = math.inf,
-    deadline: float | None = None,
 ) -> MeshDecision:
     """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none, or
     if it is proved early that none takes less than `cutoff` seconds, InputError for stages or micro-batches
-    that can't be run. It is the best that is found by `deadline`, that of the request if there is none.
+    that can't be run. It is the best that is found by the deadline.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
 
     The pure strategies that come closest are measured like the winner, so that it isn't chosen for
-    an estimate of theirs. Measuring ends with the `budget`, that of the request if there is none, or at the
-    deadline.
+    an estimate of theirs. Measuring ends with the budget, or at the deadline.
     """
     _check_operators(graph)
     stageable(graph, request)
-    budget = budget or Budget(request.measure_seconds)
-    model = CostModel.of(cluster, database).corrected(budget)
+    budget = means.budget or Budget(request.measure_seconds)
+    model = CostModel.of(cluster, means.database).corrected(budget)
     whole, cluster = cluster, cluster.stage(request.pipeline_ranks)
     meshes = meshes_of(cluster, request)
     _check_mesh(meshes, cluster)
@@ -142,7 +116,7 @@ def decide(
     meshes = by_speed(meshes, graph, cluster, model, request)
     hop = model.hop(whole, request.pipeline_ranks)
     cap = request.cap(cluster)
-    deadline = after(request.time_limit) if deadline is None else deadline
+    deadline = after(request.time_limit) if means.deadline is None else means.deadline
 
     def solved() -> _Best:
         problems = [MeshProblem(graph, mesh, cluster, model, request, cap, hop) for mesh in meshes]
@@ -157,11 +131,11 @@ def decide(
     for number in range(MEASURING_ROUNDS if request.measure and model.here else 0):
         if is_over(deadline):
             break
-        if progress:
-            progress(0, 0, f"the best plan so far takes {show_seconds(best.step.seconds)} a step")
+        if means.progress:
+            means.progress(0, 0, f"the best plan so far takes {show_seconds(best.step.seconds)} a step")
         budget.limit(left(deadline))
         known, wanted = model, _wanted(best, deadline, runners_up=number == 0)
-        model = model.measure(wanted, database, progress, co_runners, budget)
+        model = model.measure(wanted, means.database, means.progress, means.co_runners, budget)
         if model is known:
             break
         best = solved()

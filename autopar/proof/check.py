@@ -23,6 +23,7 @@ from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
 from autopar.core.outputs import Outputs
 from autopar.errors import InputError
+from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
 from autopar.planning.search import search
@@ -341,7 +342,7 @@ def _plan(
     if plan is not None and plan.graph == fingerprint_of(graph):
         return plan
     request = replace(request, alternatives=False)
-    return search(graph, cluster, request, database=database).plan
+    return search(graph, cluster, request, SearchMeans(database)).plan
 
 
 def check_compiled(request: Request, cluster: ClusterSpec, *, processes: bool) -> None:

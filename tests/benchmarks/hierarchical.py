@@ -23,7 +23,7 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
-from autopar.planning.asked.ask import Limits
+from autopar.planning.asked.ask import Limits, SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.search import MEASURING_ROUNDS, FoundPlan, MeshDecision, decide, finish
@@ -56,7 +56,7 @@ def decide_all(
     `decide` raises if the joint way finds nothing; the others' InfeasibleError is their outcome.
     """
     for _ in range(MEASURING_ROUNDS):
-        joint = decide(graph, cluster, request, database=database, co_runners=co_runners)
+        joint = decide(graph, cluster, request, SearchMeans(database, co_runners=co_runners))
         found: dict[Way, Outcome] = {Way.JOINT: finish(joint)}
         for way, starts in cuts(joint.problem).items():
             found[way] = decide_after(joint, starts)

@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.apart import Apart, error_of, unlike
 from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
-from autopar.planning.pipeline_search import _few, decide_all
+from autopar.planning.pipeline_search import BatchGraphs, _few, decide_all
 from autopar.planning.screening import ROUGH, Screen, ScreenedMesh
 from autopar.planning.search import MeshDecision, _prefer_simpler, decide, finish, search
 from autopar.results.plan.plan import Alternative
@@ -54,7 +54,7 @@ def graph_of(micro_batches: int) -> Graph:
 @pytest.mark.slow
 def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> None:
     """Over slow links stages pay, and splitting every layer doesn't."""
-    chosen = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan
+    chosen = finish(decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)).plan
     assert chosen.pipeline.is_staged
     for stages, count, kind in ((1, 1, None), (2, 4, ScheduleKind.ONE_F_ONE_B), (4, 8, ScheduleKind.GPIPE)):
         asked = Request(
@@ -67,7 +67,7 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
 def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices() -> None:
     """Else batch parallelism, the best plan over such links, would not be among what is screened."""
     fast = ClusterSpec(devices_per_node=4, device="h200", intra=Link(2e-6, 450e9))
-    found = finish(decide_all(graph_of, BATCH, fast, OPEN)).plan
+    found = finish(decide_all(BatchGraphs(graph_of, BATCH), fast, OPEN)).plan
     alone = search(graph_of(1), fast, Request(measure=False, alternatives=False)).plan
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
 
@@ -94,7 +94,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
-    found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
+    found = decide_all(BatchGraphs(graph_of, BATCH), local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 
 
@@ -119,7 +119,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
-    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    found = decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)
     fastest = 1 if nbytes == 0 else 2
     assert list(cutoffs) == planned and found.request.pipeline_ranks == fastest
     assert cutoffs.get(1, 2.2) == pytest.approx(2.2)
@@ -148,7 +148,7 @@ def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_est
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
-    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    found = decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)
     assert list(cutoffs) == planned and found.request.pipeline_ranks == 1
     assert cutoffs.get(2, 1 / 1.1) == pytest.approx(1 / 1.1)
     (row,) = found.passed
@@ -189,7 +189,7 @@ def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_wha
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
-    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    found = decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)
     assert cutoffs == [(ranks, pytest.approx(cutoff)) for ranks, cutoff in planned]
     assert found.request.pipeline_ranks == (1 if seconds == math.inf else 2)
 
@@ -212,7 +212,7 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
     monkeypatch.setattr(Screen, "choices", choices)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     monkeypatch.setattr("autopar.planning.pipeline_search.decide_first", lambda *_, **__: None)
-    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    found = decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)
     assert counts == planned and found.request.micro_batches == planned[-1]
 
 
@@ -397,7 +397,7 @@ def test_what_is_measured_is_told_apart_sooner() -> None:
 
 def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> None:
     cluster = ClusterSpec(devices_per_node=4, device="a100", memory="80GB", intra=Link(2e-6, 450e9))
-    found = finish(decide_all(graph_of, BATCH, cluster, OPEN)).plan
+    found = finish(decide_all(BatchGraphs(graph_of, BATCH), cluster, OPEN)).plan
     assert found.mesh == Mesh((4,))
 
 
@@ -437,21 +437,21 @@ def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_asked_for_is_kept() -> None:
     request = Request(measure=False, alternatives=False, schedule=ScheduleKind.GPIPE)
-    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, ranks=2)).plan
+    plan = finish(decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, request, ranks=2)).plan
     assert (plan.pipeline.ranks, plan.pipeline.schedule) == (2, ScheduleKind.GPIPE)
-    plan = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4)).plan
+    plan = finish(decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN, micro_batches=4)).plan
     assert plan.pipeline.micro_batches == 4
 
 
 @pytest.mark.long
 def test_a_plan_meets_the_cap_or_the_least_is_told() -> None:
-    fastest = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan
+    fastest = finish(decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN)).plan
     cap = fastest.peak_bytes * 9 // 10
-    tight = finish(decide_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=cap))).plan
+    tight = finish(decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, Request(**AUTO, memory=cap))).plan
     assert tight.peak_bytes <= cap
     assert tight.step_seconds >= fastest.step_seconds * (1 - fastest.gap)
     with pytest.raises(InfeasibleError) as caught:
-        decide_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=1 << 20))
+        decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, Request(**AUTO, memory=1 << 20))
     assert caught.value.least is not None and caught.value.least > 1 << 20
     assert "micro-batches" in str(caught.value)
 
@@ -464,7 +464,7 @@ def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
             Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=4, micro_batches=2),
         )
     with pytest.raises(InputError, match="equal parts"):
-        decide_all(graph_of, BATCH, CLUSTER, OPEN, ranks=3)
+        decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN, ranks=3)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -509,7 +509,7 @@ def test_a_mesh_whose_program_takes_too_long_is_left_out_and_told(monkeypatch: p
     monkeypatch.setattr("autopar.planning.screening.SCREEN_WORK", 1e-9)
     monkeypatch.setattr("autopar.solve.highs.LEAST_ITERATIONS", 1)
     cluster = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
-    found = decide_all(graph_of, BATCH, cluster, OPEN, ranks=1)
+    found = decide_all(BatchGraphs(graph_of, BATCH), cluster, OPEN, ranks=1)
     left = [note for note in found.notes if "takes too long" in note]
     assert left and found.problem.mesh.shape == (4,) and "mesh 2x2" in left[0]
 
@@ -704,7 +704,7 @@ def test_half_as_many_micro_batches_that_can_not_be_traced_leave_the_others(
 
 
 def test_a_count_that_cannot_be_traced_is_tried_once_and_another_choice_steps_in() -> None:
-    first = decide_all(graph_of, BATCH, CLUSTER, OPEN).request.micro_batches
+    first = decide_all(BatchGraphs(graph_of, BATCH), CLUSTER, OPEN).request.micro_batches
     tried: list[int] = []
 
     def untraceable(count: int) -> Graph:
@@ -713,12 +713,12 @@ def test_a_count_that_cannot_be_traced_is_tried_once_and_another_choice_steps_in
             raise TraceError(where="micro-batches", found=f"{count}", wanted="parts of the batch", remedy="-")
         return graph_of(count)
 
-    found = decide_all(untraceable, BATCH, CLUSTER, OPEN)
+    found = decide_all(BatchGraphs(untraceable, BATCH), CLUSTER, OPEN)
     assert found.request.micro_batches != first
     assert found.request.pipeline_ranks > 1
     assert tried.count(first) == 1
     with pytest.raises(TraceError, match=f"found {first}"):
-        decide_all(untraceable, BATCH, CLUSTER, OPEN, micro_batches=first)
+        decide_all(BatchGraphs(untraceable, BATCH), CLUSTER, OPEN, micro_batches=first)
 
 
 @pytest.mark.parametrize(("memory", "count"), [(None, 1), ("300kB", 4)])

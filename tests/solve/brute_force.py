@@ -32,7 +32,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.space import Space, build_space
+from autopar.solve.choices.space import Borders, Space, build_space
 from tests.proof.models import Script
 
 aten = torch.ops.aten
@@ -62,7 +62,9 @@ def small_space(
     graph: Graph, prices: Prices, random: Random, *, most: int, layouts: int, local: bool = False
 ) -> Space:
     """At most so many strategies of each operator and layouts of each input, the plain ones among them."""
-    space = build_space(graph, prices, unfolded(graph), local_inputs=local, local_outputs=local)
+    space = build_space(
+        graph, prices, unfolded(graph), borders=Borders(local_inputs=local, local_outputs=local)
+    )
 
     def some(items: Sequence[Any], count: int) -> list[Any]:
         return [items[0], *random.sample(list(items[1:]), min(count - 1, len(items) - 1))]

@@ -20,6 +20,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
 from autopar.solve.assignment import search
+from autopar.solve.assignment.goal import Effort, Goal
 from autopar.solve.assignment.least_memory import least
 from autopar.solve.assignment.search import _PlacementSearch, choose
 from autopar.solve.choices.fold import fold
@@ -57,7 +58,7 @@ def test_the_optimum_is_the_best_of_all_plans(make: Callable[[], Graph], mesh: M
     prices = random_prices(graph, mesh, random)
     space = small_space(graph, prices, random, most=5, layouts=3)
     best = BruteForce(graph, prices, space).best()
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert best * (1 - CLOSE) <= found.bound <= best * (1 + CLOSE)
     assert found.seconds == pytest.approx(best, rel=CLOSE)
     assert found.status == "optimal"
@@ -74,7 +75,7 @@ def test_outputs_that_may_leave_in_parts_leave_as_is_best(
     space = small_space(graph, prices, random, most=5, layouts=3, local=True)
     loss, kept = graph.outputs
     assert len(space.outputs[kept]) > 1 and len(space.outputs[loss]) == 1
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=CLOSE)
     assert found.program.outputs[kept] in space.outputs[kept]
 
@@ -98,14 +99,20 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
         if cap < leanest.peak.nbytes:
             continue
         best = min((seconds for seconds, peak in plans if peak <= cap), default=math.inf)
-        found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
+        found = choose(graph, prices, space, unfolded(graph), Goal(cap=cap, gap=1e-9))
         assert found.peak.nbytes <= cap and found.peak == PricedProgram(prices, found.program).peak
         assert found.seconds >= every.seconds(found.program.strategies) * (1 - CLOSE)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
         if found.status == "optimal":
             assert found.seconds <= best * (1 + CLOSE)
     with pytest.raises(InfeasibleError):
-        choose(graph, prices, space, unfolded(graph), cap=min(peaks[0], leanest.peak.nbytes) // 2, gap=1e-9)
+        choose(
+            graph,
+            prices,
+            space,
+            unfolded(graph),
+            Goal(cap=min(peaks[0], leanest.peak.nbytes) // 2, gap=1e-9),
+        )
 
 
 def test_the_least_memory_is_sought_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +128,11 @@ def test_the_least_memory_is_sought_when_somebody_reads_it(monkeypatch: pytest.M
     prices = random_prices(graph, Mesh((2,)), Random(0))
     space = small_space(graph, prices, Random(0), most=4, layouts=2)
     with pytest.raises(InfeasibleError) as caught:
-        choose(graph, prices, space, unfolded(graph), cap=1)
+        choose(graph, prices, space, unfolded(graph), Goal(cap=1))
     assert not sought and caught.value.would_do == math.inf
     minimum = caught.value.least
     assert sought and minimum is not None and f"({minimum} bytes)" in str(caught.value)
-    assert choose(graph, prices, space, unfolded(graph), cap=minimum).peak.nbytes <= minimum
+    assert choose(graph, prices, space, unfolded(graph), Goal(cap=minimum)).peak.nbytes <= minimum
 
 
 @pytest.mark.slow
@@ -149,9 +156,9 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     (leanest, _), fastest = least(graph, prices, space, folding), choose(graph, prices, space, folding)
     assert leanest is not None
     cap = int(leanest.peak.nbytes + share * (fastest.peak.nbytes - leanest.peak.nbytes))
-    best = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
+    best = choose(graph, prices, space, folding, Goal(cap=cap, gap=1e-9))
     monkeypatch.setattr(_PlacementSearch, "branch", hasty)
-    found = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
+    found = choose(graph, prices, space, folding, Goal(cap=cap, gap=1e-9))
     assert rounded
     assert best.status == "optimal"
     assert found.peak.nbytes <= cap
@@ -170,7 +177,7 @@ def test_what_is_done_once_a_step_counts_less_than_what_every_micro_batch_does(
     prices.step_weight = 0.1
     space = small_space(graph, prices, random, most=5, layouts=3)
     best = BruteForce(graph, prices, space).best()
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert found.bound <= best * (1 + CLOSE)
     assert found.seconds == pytest.approx(best, rel=CLOSE)
     assert found.seconds == pytest.approx(PricedProgram(prices, found.program).cost.weighted(0.1))
@@ -182,8 +189,10 @@ def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:
         prices = random_prices(graph, Mesh((2,)), Random(seed))
         folding = fold(graph, prices.dims)
         assert folding.count == 4
-        free = choose(graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), gap=1e-9)
-        folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
+        free = choose(
+            graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), Goal(gap=1e-9)
+        )
+        folded = choose(graph, prices, build_space(graph, prices, folding), folding, Goal(gap=1e-9))
         assert folded.seconds == pytest.approx(free.seconds, rel=CLOSE)
         assert folded.bound <= free.seconds * (1 + CLOSE)
 
@@ -208,8 +217,10 @@ def test_folding_two_runs_of_which_one_reads_the_other_bounds_all_plans_from_bel
         prices = random_prices(graph, Mesh((2,)), Random(seed))
         folding = fold(graph, prices.dims)
         assert folding.count == 8
-        free = choose(graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), gap=1e-9)
-        folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
+        free = choose(
+            graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), Goal(gap=1e-9)
+        )
+        folded = choose(graph, prices, build_space(graph, prices, folding), folding, Goal(gap=1e-9))
         assert folded.bound <= free.seconds * (1 + CLOSE)
         assert free.seconds * (1 - CLOSE) <= folded.seconds <= 1.1 * free.seconds
 
@@ -219,10 +230,10 @@ def test_the_status_is_true_however_short_the_time() -> None:
     graph = blocks(3)
     prices = random_prices(graph, Mesh((2, 2)), Random(0))
     space = build_space(graph, prices, unfolded(graph))
-    best = choose(graph, prices, space, unfolded(graph), gap=1e-9).seconds
+    best = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9)).seconds
     for limit in (1e-3, 0.2, 1.0):
         try:
-            found = choose(graph, prices, space, unfolded(graph), gap=1e-9, time_limit=limit)
+            found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9), Effort(time_limit=limit))
         except SolverError:
             continue
         assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
@@ -251,7 +262,7 @@ def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
         {item.name: [(R,)] for item in graph.inputs},
         dict.fromkeys(graph.outputs, [(R,)]),
     )
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=CLOSE)
     assert len({move.target for move in found.program.moves[h]}) == len(found.program.moves[h])
     written = [str(node.target) for node in rewrite(graph, found.program, prices.dims, rank=0).graph.nodes]
@@ -285,13 +296,13 @@ def test_weights_are_gathered_as_is_best(make: Callable[[], Graph], once: float,
     space = replace(space, gatherings=LEVELS[level])
     plans = sorted(set(EveryGathering(graph, prices, space).gathered_plans()))
     peaks = sorted({peak for _, peak in plans})
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert found.seconds == pytest.approx(plans[0][0], rel=CLOSE)
     assert found.bound <= plans[0][0] * (1 + CLOSE)
     for cap in peaks[:: max(1, len(peaks) // 4)]:
         best = min(seconds for seconds, peak in plans if peak <= cap)
         try:
-            found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
+            found = choose(graph, prices, space, unfolded(graph), Goal(cap=cap, gap=1e-9))
         except InfeasibleError:
             assert cap < 1.1 * peaks[0], "the leanest is found by rows that leave short-lived tensors out"
             continue

@@ -1,4 +1,4 @@
-"""What is asked of the search on one mesh, and how long it may go on."""
+"""What is asked of the search on one mesh, how long it may go on, and what it may measure with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from autopar.core.force import Force
 from autopar.core.recompute import Recompute
+from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.stages.step import Step
+from costdb.database import Database
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +47,18 @@ class Limits:
 
 
 UNLIMITED = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class SearchMeans:
+    """What a search has: a database of costs, who hears of its `progress`, ranks that run along while
+    operators are measured, seconds for that, and a deadline; of the last two the request's if it has none."""
+
+    database: Database | None = None
+    progress: Progress | None = None
+    co_runners: CoRunners | None = None
+    budget: Budget | None = None
+    deadline: float | None = None
+
+
+NO_MEANS = SearchMeans()

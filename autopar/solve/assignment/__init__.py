@@ -1,5 +1,6 @@
 """The search for an assignment, under a memory cap or none.
 
+goal              what it is to be, and how much may be done to find it
 search            solves it, and checks the answer
 symmetry          axes that are interchangeable
 multipliers       of what hides: which to solve for next

@@ -13,6 +13,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
+from autopar.solve.assignment.goal import ANY_PLAN, Effort, Goal
 from autopar.solve.choices.fold import Folding
 from autopar.solve.choices.space import Space
 from autopar.solve.highs import SECOND, solve
@@ -26,6 +27,7 @@ from autopar.solve.tables.priced_elimination import DEAREST, cheapest_at
 from autopar.units import show_bytes
 
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
+LEAN_EFFORT = Effort(work=LEAN_WORK)
 
 
 def least(
@@ -33,19 +35,16 @@ def least(
     prices: Prices,
     space: Space,
     folding: Folding,
+    goal: Goal = ANY_PLAN,
+    effort: Effort = LEAN_EFFORT,
     *,
-    cap: int | None = None,
-    recompute: Recompute = Recompute.NONE,
-    offload: Offload = Offload.NONE,
     recomputes: bool = False,
-    time_limit: float | None = None,
-    work: float = LEAN_WORK,
 ) -> tuple[Solution | None, float]:
     """Find the plan in `space` that needs least memory by its rows, of several a fast one.
 
-    With the work that it took; None if it is not found in time and by so much work. Parts are recomputed,
-    and tensors offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take
-    it that parts are."""
+    With the work that it took; None if it is not found with so much effort. Parts are recomputed, and tensors
+    offloaded, so that it fits the goal's cap, if it can; with `recomputes` the rows take it that parts are.
+    """
     try:
         program, status, spent = _eliminated(graph, prices, space, folding, recomputes), "gap_limit", 0.0
     except WideError:
@@ -54,12 +53,12 @@ def least(
         problem.lp.costs = [0.0] * len(problem.lp.ties)
         for nbytes, variable in problem.memory.held:
             problem.lp.costs[variable] += nbytes / 2**30
-        answer = solve(problem.lp, gap=1e-3, time_limit=time_limit, work=work)
+        answer = solve(problem.lp, gap=1e-3, time_limit=effort.time_limit, work=effort.work)
         if answer.values is None:
             return None, answer.work
         program, status, spent = read(problem, answer), answer.status, answer.work
     priced = PricedProgram(prices, program)
-    solution = completed(priced, cap or 0, recompute=recompute, offload=offload)
+    solution = completed(priced, goal.cap or 0, recompute=goal.recompute, offload=goal.offload)
     return replace(solution, status=status), spent
 
 

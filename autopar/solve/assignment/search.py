@@ -16,6 +16,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, OverCapError, SolverError
+from autopar.solve.assignment.goal import ANY_EFFORT, ANY_PLAN, Effort, Goal
 from autopar.solve.assignment.least_memory import LEAN_WORK, infeasible, least
 from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding
@@ -58,38 +59,26 @@ def choose(
     prices: Prices,
     space: Space,
     folding: Folding,
-    *,
-    cap: int | None = None,
-    gap: float = 1e-4,
-    time_limit: float | None = None,
-    memory_price: MemoryPrice = FREE,
-    bounded: bool = True,
-    recompute: Recompute = Recompute.NONE,
-    offload: Offload = Offload.NONE,
-    cutoff: float = math.inf,
-    known: float = math.inf,
-    work: float = math.inf,
-    brief: bool = False,
+    goal: Goal = ANY_PLAN,
+    effort: Effort = ANY_EFFORT,
     programs: WrittenPrograms | None = None,
 ) -> Solution:
-    """The cheapest plan whose predicted peak is at most `cap` bytes per device.
-
-    With a `memory_price`, which excludes a cap, the cheapest by seconds and memory together; its bound is
-    then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
+    """The plan that the `goal` asks for.
 
     Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than
-    `cutoff` seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear
+    the cutoff by the relaxation, SolverError if the time limit passed without an incumbent. The linear
     memory rows leave out short-lived tensors and know parts that are recomputed but roughly, so answers
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
-    has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
-    is replayed all the same. Only the first bound, under the cap itself, holds for all plans. The deeper the
-    program, the fewer rounds of this it gets, and fewest in a `brief` search. Where a plan of `known` seconds
-    meets the cap, nothing is completed that takes more, and UnbeatenError is raised if nothing less is found.
+    has a price. Where branching takes too long, or more than the work, the relaxation is rounded: what is
+    found is replayed all the same. Only the first bound, under the cap itself, holds for all plans. The
+    deeper the program, the fewer rounds of this it gets, and fewest in a brief search. Where a plan of known
+    seconds meets the cap, nothing is completed that takes more, and UnbeatenError is raised if nothing less
+    is found.
     """
-    deadline = None if time_limit is None else time.monotonic() + time_limit
+    deadline = None if effort.time_limit is None else time.monotonic() + effort.time_limit
     rounds = FITTING_EFFORT // max(1, len(graph.operators))
-    brief = brief and rounds < MOST_ROUNDS
-    if known < math.inf:
+    brief = effort.brief and rounds < MOST_ROUNDS
+    if goal.known < math.inf:
         rounds //= KNOWN_EFFORT
     rounds = FEWEST_ROUNDS if brief else max(FEWEST_ROUNDS, rounds)
     search = _PlacementSearch(
@@ -97,20 +86,20 @@ def choose(
         prices,
         space,
         folding,
-        cap,
-        gap,
+        goal.cap,
+        goal.gap,
         deadline,
-        recompute,
-        offload,
+        goal.recompute,
+        goal.offload,
         rounds,
         brief,
         programs or WrittenPrograms(),
-        work=work,
-        known=known,
+        work=effort.work,
+        known=goal.known,
     )
-    if cap is None:
-        return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
-    return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
+    if goal.cap is None:
+        return search.solved(memory_price=goal.memory_price, bounded=goal.bounded, cutoff=goal.cutoff)
+    return search.under_cap(goal.cap, bounded=goal.bounded, cutoff=goal.cutoff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +274,9 @@ class _PlacementSearch:
                     self.prices,
                     replace(self.space, gatherings=gatherings),
                     self.folding,
-                    cap=self.cap,
-                    recompute=self.recompute,
-                    offload=self.offload,
+                    Goal(cap=self.cap, recompute=self.recompute, offload=self.offload),
+                    Effort(self.left(), work),
                     recomputes=recomputes,
-                    time_limit=self.left(),
-                    work=work,
                 )
                 self.note(found)
                 work -= spent

@@ -23,10 +23,11 @@ from autopar.core.recompute import Recompute
 from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
+from autopar.solve.assignment.goal import ANY_EFFORT, Effort, Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.memory_price import FREE, MemoryPrice
+from autopar.solve.choices.memory_price import FREE
 from autopar.solve.choices.space import Space
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
@@ -62,18 +63,8 @@ def choose_named(
     prices: Prices,
     space: Space,
     folding: Folding,
-    *,
-    cap: int | None,
-    gap: float,
-    time_limit: float | None,
-    memory_price: MemoryPrice = FREE,
-    bounded: bool,
-    recompute: Recompute = Recompute.NONE,
-    offload: Offload = Offload.NONE,
-    cutoff: float = math.inf,
-    known: float = math.inf,
-    work: float = math.inf,
-    brief: bool = False,
+    goal: Goal,
+    effort: Effort = ANY_EFFORT,
     programs: WrittenPrograms | None = None,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
@@ -82,85 +73,76 @@ def choose_named(
     solved after all.
     """
     alike, programs = axes_alike(prices), programs or WrittenPrograms()
-    if cap is None and (apart := unlike(graph, space, folding)):
+    if goal.cap is None and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):
-            if memory_price == FREE and prices.step_weight == 1.0:
+            if goal.memory_price == FREE and prices.step_weight == 1.0:
                 tables = programs.tables(graph, prices, *apart)
-                return eliminated(tables, recompute=recompute, offload=offload, cutoff=cutoff)
+                return eliminated(tables, recompute=goal.recompute, offload=goal.offload, cutoff=goal.cutoff)
             memory_tables = programs.memory_tables(graph, prices, *apart, offloads=False)
             return eliminated_at(
-                memory_tables, memory_price, recompute=recompute, offload=offload, cutoff=cutoff
+                memory_tables,
+                goal.memory_price,
+                recompute=goal.recompute,
+                offload=goal.offload,
+                cutoff=goal.cutoff,
             )
-    simple = recompute is not Recompute.ALL and offload is not Offload.ALL
-    if cap is not None and simple and (apart := unlike(graph, space, folding)):
+    simple = goal.recompute is not Recompute.ALL and goal.offload is not Offload.ALL
+    if goal.cap is not None and simple and (apart := unlike(graph, space, folding)):
         with contextlib.suppress(WideError):
             memory_tables = programs.memory_tables(
-                graph, prices, *apart, offloads=offload is not Offload.NONE
+                graph, prices, *apart, offloads=goal.offload is not Offload.NONE
             )
             found, programs.row_prices = eliminated_under(
                 memory_tables,
-                cap,
-                recompute=recompute,
-                offload=offload,
+                goal.cap,
+                recompute=goal.recompute,
+                offload=goal.offload,
                 start=programs.row_prices,
-                bounded=bounded,
-                cutoff=cutoff,
+                bounded=goal.bounded,
+                cutoff=goal.cutoff,
             )
             return found
-    ask = partial(
-        choose,
-        graph,
-        prices,
-        folding=folding,
-        cap=cap,
-        gap=gap,
-        time_limit=time_limit,
-        memory_price=memory_price,
-        recompute=recompute,
-        offload=offload,
-        known=known,
-        work=work,
-        brief=brief,
-        programs=programs,
-    )
+    ask = partial(choose, graph, prices, folding=folding, effort=effort, programs=programs)
+    unbounded = replace(goal, bounded=False, cutoff=math.inf)
     few = sum(map(len, space.strategies.values())) <= FEW_STRATEGIES * len(space.strategies)
-    if not alike or (few and not bounded):  # without names it would hardly be solved sooner
-        return ask(space, bounded=bounded, cutoff=cutoff)
+    if not alike or (few and not goal.bounded):  # without names it would hardly be solved sooner
+        return ask(space=space, goal=goal)
     nameless = partial(
         programs.problem,
         graph,
         prices,
         forget(space, alike),
         folding,
-        cap=cap,
+        cap=goal.cap,
         alike=alike,
-        recomputes=recompute is not Recompute.NONE,
-        offloads=offload is not Offload.NONE,
+        recomputes=goal.recompute is not Recompute.NONE,
+        offloads=goal.offload is not Offload.NONE,
     )
-    problem = nameless(memory_price=memory_price)
+    problem = nameless(memory_price=goal.memory_price)
     try:
-        answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
+        answer = solve(problem.lp, relaxed=True, time_limit=effort.time_limit)
         bound = answer.bound
-        if memory_price != FREE or not bounded:
+        if goal.memory_price != FREE or not goal.bounded:
             bound = -math.inf
         elif folding.count > 1:
             free = nameless(relaxed=True)
-            bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
+            bound = min(bound, solve(free.lp, relaxed=True, time_limit=effort.time_limit).bound)
     except SolverError:
-        return ask(space, bounded=bounded)
-    check_cutoff(bound, cutoff)
+        return ask(space=space, goal=replace(goal, cutoff=math.inf))
+    check_cutoff(bound, goal.cutoff)
     if answer.values is None:
-        return ask(space, bounded=bounded)
+        return ask(space=space, goal=replace(goal, cutoff=math.inf))
     try:
-        found = ask(named(space, problem, answer, alike), bounded=False)
+        found = ask(space=named(space, problem, answer, alike), goal=unbounded)
     except (InfeasibleError, SolverError):
-        return ask(space, bounded=bounded)
+        return ask(space=space, goal=replace(goal, cutoff=math.inf))
     if bound > -math.inf and found.seconds - bound > WHOLE_PROGRAM_GAP * found.seconds:
         with contextlib.suppress(InfeasibleError, SolverError):  # there is a plan already
-            named_all = ask(space, bounded=False, work=min(work, NAMED_WORK))
+            work = min(effort.work, NAMED_WORK)
+            named_all = ask(space=space, goal=unbounded, effort=replace(effort, work=work))
             found = min(found, named_all, key=lambda each: each.seconds)
     bound = min(bound, found.seconds)
-    proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
+    proven = found.seconds - bound <= max(goal.gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status
     return replace(found, bound=bound, status=status)
 

@@ -45,6 +45,26 @@ class Space:
         return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
 
 
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """How tensors may lie where they enter and leave.
+
+    `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
+    input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
+    input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
+    A `shard_state` that is forced leaves weights that require gradients the layouts in most shards.
+    """
+
+    stored: Mapping[str, Layout] | None = None
+    local_inputs: bool = False
+    user_layouts: Mapping[str, Layout] | None = None
+    local_outputs: bool = False
+    shard_state: ShardState = ShardState.AUTO
+
+
+CLOSED = Borders()
+
+
 def build_space(
     graph: Graph,
     prices: Prices,
@@ -52,19 +72,9 @@ def build_space(
     *,
     force: Force | None = None,
     pins: Pins | None = None,
-    stored: Mapping[str, Layout] | None = None,
-    local_inputs: bool = False,
-    user_layouts: Mapping[str, Layout] | None = None,
-    local_outputs: bool = False,
-    shard_state: ShardState = ShardState.AUTO,
+    borders: Borders = CLOSED,
 ) -> Space:
-    """The space of plans.
-
-    `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
-    input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
-    input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
-    A `shard_state` that is forced leaves weights that require gradients the layouts in most shards.
-    """
+    """The space of plans under a force, pins and borders."""
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
@@ -104,23 +114,25 @@ def build_space(
     inputs: dict[str, Sequence[Layout]] = {}
     alike: dict[object, Sequence[Layout]] = {}
     for given in graph.inputs:
-        if fixed := _fixed(given, prices.dims, stored or {}, user_layouts or {}):
+        if fixed := _fixed(given, prices.dims, borders.stored or {}, borders.user_layouts or {}):
             inputs[given.name] = [fixed]
             continue
         users = tuple((folding.class_of[item.name], index) for item, index in uses[given.name])
         key = users, given.kind, given.mutated, given.spec, prices.dims.atoms.of[given.name]
         if key not in alike:
-            forced_shards = shard_state.is_forced and prices.training and given.spec.requires_grad
-            alike[key] = _layouts_of(given, users, prices, strategies, local=local_inputs, most=forced_shards)
+            forced_shards = borders.shard_state.is_forced and prices.training and given.spec.requires_grad
+            alike[key] = _layouts_of(
+                given, users, prices, strategies, local=borders.local_inputs, most=forced_shards
+            )
         inputs[given.name] = alike[key]
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs: dict[str, Sequence[Layout]] = {
         name: _layouts_of_output(name, graph, prices.dims, strategies, folding, inputs)
-        if local_outputs and name != graph.loss
+        if borders.local_outputs and name != graph.loss
         else [whole]
         for name in graph.outputs
     }
-    return Space(strategies, inputs, outputs, ways(shard_state, stored=bool(stored)))
+    return Space(strategies, inputs, outputs, ways(borders.shard_state, stored=bool(borders.stored)))
 
 
 def anchored(graph: Graph, dims: Dims) -> set[Atom]:

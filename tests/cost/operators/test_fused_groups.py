@@ -27,6 +27,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.runtime.compiled.fused_kernel import FUSED, function
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, options_of
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from costdb.measurement import Measurement
 from costdb.profiler import measure
@@ -161,7 +162,7 @@ def test_the_optimum_is_the_best_of_all_plans_of_compiled_programs(make: Any) ->
     graph, random = make(), Random(3)
     prices = replace(random_prices(graph, Mesh((3,)), random), groups=find_groups(graph))
     space = small_space(graph, prices, random, most=5, layouts=3)
-    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    found = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=1e-6)
     assert found.seconds == pytest.approx(PricedProgram(prices, found.program).seconds, rel=1e-6)
 

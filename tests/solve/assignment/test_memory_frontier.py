@@ -16,6 +16,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.memory_frontier import MemoryPricedProgram
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.symmetry import axes_alike
@@ -72,7 +73,7 @@ def test_names_of_alike_axes_are_forgotten_where_no_plan_is_sought(requires_grad
     )
     assert nameless.problem.alike == ((0, 1, 2),) and not named.problem.alike
     assert len(nameless.problem.lp.costs) < len(named.problem.lp.costs)
-    best = choose(graph, prices, space, folding, gap=1e-9).seconds
+    best = choose(graph, prices, space, folding, Goal(gap=1e-9)).seconds
     assert nameless.least(FREE) <= best * (1 + CLOSE)
     assert nameless.least(FREE) >= best / 2
 

@@ -16,6 +16,7 @@ from autopar.core.program import Program
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
 from autopar.solve.assignment import search
+from autopar.solve.assignment.goal import Effort, Goal
 from autopar.solve.assignment.least_memory import least
 from autopar.solve.assignment.search import choose
 from autopar.solve.choices.fold import fold
@@ -47,28 +48,28 @@ def test_a_plan_of_unequal_blocks_that_may_be_faster_keeps_the_search_from_givin
     prices = random_prices(graph, Mesh((2,)), random)
     folding = fold(graph, prices.dims)
     space = build_space(graph, prices, folding)
-    alike = choose(graph, prices, space, folding, gap=1e-9)
+    alike = choose(graph, prices, space, folding, Goal(gap=1e-9))
     every = build_space(graph, prices, unfolded(graph))
-    apart = choose(graph, prices, every, unfolded(graph), gap=1e-9)
+    apart = choose(graph, prices, every, unfolded(graph), Goal(gap=1e-9))
     assert folding.count == 3 and apart.seconds < alike.seconds * 0.999
     assert alike.bound <= apart.seconds * (1 + CLOSE)
     between = (alike.seconds + apart.seconds) / 2
-    found = choose(graph, prices, space, folding, gap=1e-9, cutoff=between)
+    found = choose(graph, prices, space, folding, Goal(gap=1e-9, cutoff=between))
     assert found.seconds == pytest.approx(alike.seconds, rel=CLOSE)
     with pytest.raises(CutoffError):
-        choose(graph, prices, space, folding, gap=1e-9, cutoff=alike.bound * (1 - CLOSE))
+        choose(graph, prices, space, folding, Goal(gap=1e-9, cutoff=alike.bound * (1 - CLOSE)))
 
 
 def test_no_plan_is_sought_that_cannot_beat_a_known_one() -> None:
     graph, random = chain(), Random(0)
     prices = random_prices(graph, Mesh((2,)), random)
     space = small_space(graph, prices, random, most=3, layouts=2)
-    best = choose(graph, prices, space, unfolded(graph), gap=1e-9)
-    again = choose(graph, prices, space, unfolded(graph), gap=1e-9, cutoff=best.seconds * (1 + CLOSE))
+    best = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
+    again = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9, cutoff=best.seconds * (1 + CLOSE)))
     assert again.seconds == pytest.approx(best.seconds, rel=CLOSE)
     for cutoff in (best.bound * (1 - CLOSE), best.bound / 2):
         with pytest.raises(CutoffError, match=f"wanted less than {cutoff:.4g} s"):
-            choose(graph, prices, space, unfolded(graph), gap=1e-9, cutoff=cutoff)
+            choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9, cutoff=cutoff))
 
 
 def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: p
     graph = scores()
     prices = random_prices(graph, Mesh((2,)), Random(0))
     space = build_space(graph, prices, unfolded(graph))
-    cap = choose(graph, prices, space, unfolded(graph), gap=1e-9).peak.nbytes - 1
+    cap = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9)).peak.nbytes - 1
     solved: list[object] = []
     monkeypatch.setattr(search._PlacementSearch, "eliminated", lambda *_: None)
     monkeypatch.setattr(search, "least", lambda *given, **how: solved.append(given) or least(*given, **how))
@@ -87,7 +88,14 @@ def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: p
         monkeypatch.setattr(search, "FITTING_EFFORT", rounds)
         found = None
         with contextlib.suppress(InfeasibleError):
-            found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9, brief=brief)
+            found = choose(
+                graph,
+                prices,
+                space,
+                unfolded(graph),
+                Goal(cap=cap, gap=1e-9),
+                Effort(brief=brief),
+            )
         return len(solved), found
 
     many, best = solves(search.MOST_ROUNDS * len(graph.operators), brief=True)  # it isn't deep
@@ -106,7 +114,7 @@ def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_clo
     graph = made()
     prices = random_prices(graph, Mesh((2,)), Random(seed))
     space = build_space(graph, prices, unfolded(graph))
-    free = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    free = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     price = (2.0 if is_close else 0.5) * free.seconds / free.peak.nbytes
     sizes: list[int] = []
 
@@ -117,7 +125,7 @@ def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_clo
 
     monkeypatch.setattr(search, "solve", noted)
     monkeypatch.setattr(search._PlacementSearch, "eliminated", lambda *_: None)
-    ask = partial(choose, graph, prices, space, unfolded(graph), gap=1e-4, bounded=False)
+    ask = partial(choose, graph, prices, space, unfolded(graph), Goal(gap=1e-4, bounded=False))
     found = ask(memory_price=MemoryPrice(price, price))
     assert len(sizes) == (1 if is_close else 2) and sizes == sorted(sizes)
     monkeypatch.setattr(search._PlacementSearch, "near", lambda *_: None)

@@ -18,6 +18,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.assignment import symmetry
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.symmetry import WHOLE_PROGRAM_GAP, axes_alike, choose_named, forget, unlike
 from autopar.solve.choices.fold import fold
@@ -41,8 +42,8 @@ def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     prices = Prices(graph, dims, cluster, CostModel(GPU, {}, CollectiveTable({})))
     assert axes_alike(prices) == (((0, 1, 2),) if cluster is ONE_NODE else ((1, 2),))
     space, folding = build_space(graph, prices, unfolded(graph)), unfolded(graph)
-    best = choose(graph, prices, space, folding, gap=1e-9)
-    found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, bounded=True)
+    best = choose(graph, prices, space, folding, Goal(gap=1e-9))
+    found = choose_named(graph, prices, space, folding, Goal(gap=1e-9))
     assert found.bound <= best.seconds * (1 + 1e-6)
     assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds / (1 - WHOLE_PROGRAM_GAP)
 
@@ -57,10 +58,9 @@ def test_few_strategies_keep_their_names_where_no_bound_is_asked_for(monkeypatch
     calls = []
     monkeypatch.setattr(symmetry, "forget", lambda *args: calls.append(args) or forget(*args))
     for bounded in (False, True):
-        ask = partial(choose_named, graph, prices, few, folding, cap=None, gap=1e-9, time_limit=None)
-        found = ask(bounded=bounded)
+        found = choose_named(graph, prices, few, folding, Goal(gap=1e-9, bounded=bounded))
         assert len(calls) == bounded
-        assert found.seconds == pytest.approx(choose(graph, prices, few, folding, gap=1e-9).seconds)
+        assert found.seconds == pytest.approx(choose(graph, prices, few, folding, Goal(gap=1e-9)).seconds)
 
 
 def partly_equal() -> Graph:
@@ -84,14 +84,14 @@ def test_where_many_are_unlike_those_that_are_equal_are_chosen_by_themselves_too
     folding = fold(graph, dims)
     space = build_space(graph, prices, folding)
     assert folding.count > 1 and unlike(graph, space, folding) is None
-    ask = partial(choose_named, graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
-    folded = ask(bounded=True)
+    ask = partial(choose_named, graph, prices, space, folding, Goal(gap=1e-9))
+    folded = ask()
     monkeypatch.setattr(symmetry, "MANY_OPERATOR_CLASSES", len(space.strategies) + 1)
     assert unlike(graph, space, folding) is None
     monkeypatch.setattr(symmetry, "MANY_OPERATOR_CLASSES", len(space.strategies))
     apart = unlike(graph, space, folding)
     assert apart is not None
     assert apart[0].strategies.keys() == {item.name for item in graph.operators}
-    found = ask(bounded=True)
+    found = ask()
     assert folded.bound * (1 - 1e-6) <= found.bound == pytest.approx(found.seconds)
     assert found.seconds <= folded.seconds * (1 + 1e-9)

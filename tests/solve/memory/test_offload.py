@@ -26,6 +26,7 @@ from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.choices.space import build_space
 from autopar.solve.memory import offload
@@ -277,13 +278,7 @@ def test_placement_and_what_is_moved_together_are_about_the_best_and_the_gap_is_
     for cap in (*peaks[:3], *peaks[3 :: max(1, len(peaks) // 6)]):
         try:
             found = choose(
-                graph,
-                prices,
-                space,
-                unfolded(graph),
-                cap=cap,
-                gap=1e-9,
-                offload=Offload.AUTO,
+                graph, prices, space, unfolded(graph), Goal(cap=cap, gap=1e-9, offload=Offload.AUTO)
             )
         except InfeasibleError:  # only by copies that don't hide
             assert not any(nbytes <= cap for waits, _, nbytes in known if waits == 0.0)
@@ -308,7 +303,7 @@ def test_the_bound_does_not_count_what_may_be_moved() -> None:
     assert fastest.saved > offloaded.nbytes
     folding = unfolded(graph)
     space = build_space(graph, prices, folding)
-    found = choose(graph, prices, space, folding, cap=offloaded.nbytes, offload=Offload.AUTO)
+    found = choose(graph, prices, space, folding, Goal(cap=offloaded.nbytes, offload=Offload.AUTO))
     assert found.gap < CLOSE and found.seconds == pytest.approx(PricedProgram(prices, program).seconds)
 
 
@@ -319,7 +314,7 @@ def test_what_would_give_memory_is_said() -> None:
 
     def remedy(recompute: Recompute, offload: Offload) -> str:
         with pytest.raises(InfeasibleError) as caught:
-            choose(graph, prices, space, folding, cap=10, recompute=recompute, offload=offload)
+            choose(graph, prices, space, folding, Goal(cap=10, recompute=recompute, offload=offload))
         return caught.value.remedy
 
     neither = remedy(Recompute.NONE, Offload.NONE)

@@ -27,6 +27,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
 from autopar.schedules.in_flight import scheduled
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.choices.space import build_space
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
@@ -147,7 +148,9 @@ def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
     peaks = sorted({nbytes for *_, nbytes in known})
     slower = []
     for cap in (*peaks[:3], *peaks[3::8]):
-        found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9, recompute=Recompute.AUTO)
+        found = choose(
+            graph, prices, space, unfolded(graph), Goal(cap=cap, gap=1e-9, recompute=Recompute.AUTO)
+        )
         bound = min(seconds for seconds, _, nbytes in known if nbytes <= cap)
         assert found.peak.nbytes <= cap
         assert found.seconds >= bound * (1 - CLOSE)
@@ -173,7 +176,7 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
     def cut(solution: Solution) -> float:
         return staged(solution, schedules=[schedule], hop=HOP, cap=None).seconds
 
-    solution = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    solution = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     programs = (program for _, program in BruteForce(graph, prices, space).programs())
     best = min(cut(replace(solution, priced=PricedProgram(prices, program))) for program in programs)
     assert best * (1 - CLOSE) <= cut(solution) <= best * (1 + WITHIN)

@@ -14,6 +14,7 @@ from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.schedules.in_flight import scheduled
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.stages.cut_search import cut
 from autopar.solve.stages.joint_bound import ExchangeTables
@@ -56,7 +57,7 @@ def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -
         True,
     )
     space = small_space(graph, prices, random, most=3, layouts=2)
-    fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    fastest = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     places = range(len(graph.operators) + 1)
     table = intervals(PricedProgram(prices, fastest.program), HOP, places=places)
     exchange = ExchangeTables(graph, prices, space, unfolded(graph), fastest, table)
@@ -80,7 +81,7 @@ def test_it_is_near_where_many_blocks_are_alike(kind: ScheduleKind) -> None:
         True,
     )
     space = small_space(graph, prices, Random(0), most=1, layouts=1)
-    fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    fastest = choose(graph, prices, space, unfolded(graph), Goal(gap=1e-9))
     table = intervals(PricedProgram(prices, fastest.program), HOP, places=range(len(graph.operators) + 1))
     bound = ExchangeTables(graph, prices, space, unfolded(graph), fastest, table).bound(
         [two_stages(kind, count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -17,6 +18,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.choices.space import build_space
 from autopar.solve.program.solution import CutoffError
@@ -34,7 +36,7 @@ aten = torch.ops.aten
 TRIED = 12  # assignments at random
 PRICES = RowPrices(held=1e-6, rests=3e-6)
 NOTHING = {"recompute": Recompute.NONE, "offload": Offload.NONE}
-ANYHOW = {"gap": 1e-9, "time_limit": None, "bounded": True}
+ANYHOW = Goal(gap=1e-9)
 
 
 def deep(width: int = 1024) -> Graph:
@@ -119,15 +121,15 @@ def test_a_plan_under_a_cap_that_binds_is_close_to_the_bound(monkeypatch: pytest
     graph = deep()
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
-    free = choose_named(graph, prices, space, folding, cap=None, **ANYHOW)  # type: ignore[arg-type]
+    free = choose_named(graph, prices, space, folding, ANYHOW)
     cap = int(0.85 * free.peak.nbytes)
     monkeypatch.setattr("autopar.solve.assignment.symmetry.LEAST_ELIMINATED_OPERATORS", 0)
-    found = choose_named(graph, prices, space, folding, cap=cap, **ANYHOW)  # type: ignore[arg-type]
+    found = choose_named(graph, prices, space, folding, replace(ANYHOW, cap=cap))
     assert free.seconds < found.bound <= found.seconds < 1.05 * found.bound
     assert found.peak.nbytes <= cap
-    ask = {**ANYHOW, "cap": cap, "cutoff": 0.99 * found.bound}
+    goal = replace(ANYHOW, cap=cap, cutoff=0.99 * found.bound)
     with pytest.raises(CutoffError):
-        choose_named(graph, prices, space, folding, **ask)  # type: ignore[arg-type]
+        choose_named(graph, prices, space, folding, goal)
 
 
 def test_mixtures_run_the_first_operators_as_the_one_and_the_last_as_the_other() -> None:

@@ -21,6 +21,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.symmetry import choose_named
 from autopar.solve.assignment.written_programs import WrittenPrograms
@@ -81,7 +82,7 @@ def test_the_cheapest_program_costs_what_the_integer_program_finds(make: Callabl
     prices = prices_of(graph)
     space, folding = build_space(graph, prices, unfolded(graph)), unfolded(graph)
     program, cost = cheapest_program(ChoiceTables(graph, prices, space, folding))
-    assert cost == pytest.approx(choose(graph, prices, space, folding, gap=1e-9).seconds, rel=1e-6)
+    assert cost == pytest.approx(choose(graph, prices, space, folding, Goal(gap=1e-9)).seconds, rel=1e-6)
     assert PricedProgram(prices, program).seconds <= cost * (1 + 1e-9)
 
 
@@ -103,9 +104,9 @@ def test_wide_graphs_are_left_to_the_integer_program(monkeypatch: pytest.MonkeyP
     graph = branches()
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
-    ask = {"cap": None, "gap": 1e-9, "time_limit": None, "bounded": True}
+    goal = Goal(gap=1e-9)
     monkeypatch.setattr("autopar.solve.assignment.symmetry.LEAST_ELIMINATED_OPERATORS", 0)
-    exact = choose_named(graph, prices, space, folding, **ask)  # type: ignore[arg-type]
+    exact = choose_named(graph, prices, space, folding, goal)
     assert exact.status == "optimal" and exact.gap == pytest.approx(0, abs=1e-9)
     for module, limit in (
         (choice_tables, "MOST_USES"),
@@ -116,7 +117,7 @@ def test_wide_graphs_are_left_to_the_integer_program(monkeypatch: pytest.MonkeyP
             patch.setattr(module, limit, 1)
             with pytest.raises(WideError):
                 cheapest_program(ChoiceTables(graph, prices, space, folding))
-            other = choose_named(graph, prices, space, folding, **ask)  # type: ignore[arg-type]
+            other = choose_named(graph, prices, space, folding, goal)
             assert other.seconds >= exact.seconds * (1 - 1e-9)
             assert other.bound <= exact.seconds * (1 + 1e-6)
 

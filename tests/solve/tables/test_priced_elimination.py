@@ -17,6 +17,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.assignment import least_memory, symmetry
+from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.least_memory import least as least_bytes
 from autopar.solve.assignment.search import choose
 from autopar.solve.assignment.symmetry import choose_named
@@ -74,11 +75,15 @@ def test_long_graphs_are_solved_so(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, price = deep(), MemoryPrice(1e-11, 1e-11)
     prices, folding = prices_of(graph), unfolded(graph)
     space = build_space(graph, prices, folding)
-    whole = choose(graph, prices, space, folding, gap=1e-9, memory_price=price)
+    whole = choose(graph, prices, space, folding, Goal(gap=1e-9, memory_price=price))
     monkeypatch.setattr(symmetry, "LEAST_ELIMINATED_OPERATORS", 0)
     monkeypatch.setattr(symmetry, "choose", None)
     found = choose_named(
-        graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, memory_price=price, bounded=True
+        graph,
+        prices,
+        space,
+        folding,
+        Goal(gap=1e-9, memory_price=price),
     )
     assert found.bound < 0
 
