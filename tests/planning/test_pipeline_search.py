@@ -22,6 +22,7 @@ from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.apart import Apart, error_of, unlike
+from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.estimates import PipelineEstimate
 from autopar.planning.pipeline_search import BatchGraphs, _few, decide_all
@@ -85,7 +86,9 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
         self.model = CostModel.of(local, None)
         return [PipelineEstimate(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> MeshDecision:
+    def decided(
+        graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans, **_: Any
+    ) -> MeshDecision:
         asked.append(request.pipeline_ranks)
         step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks], recomputes=False)
         nothing: Any = SimpleNamespace(mesh=Mesh((4,)))
@@ -111,7 +114,7 @@ def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
         return [PipelineEstimate(each, Mesh((4 // each,)), 4, *size) for each, size in sizes.items()]
 
     def decided(
-        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+        graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans, *, cutoff: float
     ) -> MeshDecision:
         cutoffs[request.pipeline_ranks] = cutoff
         return decision_of(request.pipeline_ranks, 4, {4: 2.0, 2: 2.0, 1: 1.0}[request.pipeline_ranks])
@@ -140,7 +143,7 @@ def test_stages_that_could_not_be_told_from_a_plan_without_are_left_at_their_est
         ]
 
     def decided(
-        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+        graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans, *, cutoff: float
     ) -> MeshDecision:
         cutoffs[request.pipeline_ranks] = cutoff
         return decision_of(request.pipeline_ranks, 4, {2: 0.95, 1: 1.0}[request.pipeline_ranks])
@@ -176,7 +179,7 @@ def test_a_step_without_stages_waits_where_those_beat_its_bound_if_they_keep_wha
         return [PipelineEstimate(each, Mesh((4 // each,)), 4, {2: 0.9, 1: 1.2}[each], 0.0) for each in (2, 1)]
 
     def decided(
-        graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any
+        graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans, *, cutoff: float
     ) -> MeshDecision:
         cutoffs.append((request.pipeline_ranks, cutoff))
         if request.pipeline_ranks == 1:
@@ -205,7 +208,9 @@ def test_with_stages_the_fastest_is_planned_before_the_simplest_that_promises_ha
         self.cap = 1.0
         return [PipelineEstimate(2, Mesh((2,)), each, {8: 1.0, 4: 1.02}[each], 0.0) for each in (8, 4)]
 
-    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> MeshDecision:
+    def decided(
+        graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans, **_: Any
+    ) -> MeshDecision:
         counts.append(request.micro_batches)
         return decision_of(2, request.micro_batches, {8: seconds, 4: 1.02}[request.micro_batches])
 
@@ -521,8 +526,8 @@ def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
     """What would do is known to be `known` more bytes than the cap, which the outputs don't come to."""
     sought, memory = list[Graph | None](), 2_000_000
 
-    def refused(*_: Any, at_once: Graph | None, **__: Any) -> MeshDecision:
-        sought.append(at_once)
+    def refused(batch: BatchGraphs, *_: Any, **__: Any) -> MeshDecision:
+        sought.append(batch.at_once)
         raise InfeasibleError(
             where="cap", found="2 MB", wanted="more", remedy="raise it", least=memory + known
         )

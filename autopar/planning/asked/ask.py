@@ -1,4 +1,4 @@
-"""What is asked of the search on one mesh, how long it may go on, and what it may measure with."""
+"""What is asked of a search, how long it may go on, and what it may measure with."""
 
 from __future__ import annotations
 
