@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.updates.event_log import EventLog
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, Summed, UpdateRule
-from autopar.updates.wires import Sender, Wire, flat_of, shaped_as
+from autopar.updates.wires import AnyWire, LowRankWire, Sender, Wire, flat_of, shaped_as
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -50,7 +50,7 @@ def _summed(
     loss_of: LossOf,
 ) -> Iterator[None]:
     """Let every island step along the mean of g_i, over the wire."""
-    mean = SerialMean(rule.wire, len(models))
+    mean = serial_mean(rule.wire, len(models))
     for step in range(steps):
         for island, model in enumerate(models):
             model.zero_grad()
@@ -96,7 +96,7 @@ class _Meeting:
     """With a, what islands had when they met: a <- outer(a, mean of a - p_i), then each p_i from it and a."""
 
     def __init__(self, rule: Every, models: Sequence[nn.Module]) -> None:
-        self.rule, self.models, self.mean = rule, models, SerialMean(rule.wire, len(models))
+        self.rule, self.models, self.mean = rule, models, serial_mean(rule.wire, len(models))
         self.anchors = [nn.Parameter(item.detach().clone()) for item in _learned(models[0])]
         parts = [self.anchors[part :: rule.parts] for part in range(rule.parts)]
         self.outer = [(rule.outer or _plain_mean)(part) if part else None for part in parts]
@@ -180,6 +180,34 @@ def replay(model: nn.Module, log: EventLog, loss_of: LossOf, optimizer_of: Optim
         optimizer.zero_grad()
         versions.append(copy.deepcopy(server))
     return server
+
+
+def serial_mean(wire: AnyWire, islands: int) -> Callable[[str, Sequence[Tensor]], Tensor]:
+    """The mean of tensors of one name, as a wire has it."""
+    return SerialLowRank(wire, islands) if isinstance(wire, LowRankWire) else SerialMean(wire, islands)
+
+
+class SerialLowRank:
+    """PowerSGD's mean: P = orthonormal mean of M_i Q, Q = mean of M_i' P; P Q' stands for the mean of M_i."""
+
+    def __init__(self, wire: LowRankWire, islands: int) -> None:
+        self.wire = wire
+        self.right: dict[str, Tensor] = {}
+        self.dropped: list[dict[str, Tensor]] = [{} for _ in range(islands)]
+
+    def __call__(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        pairs = zip(tensors, self.dropped, strict=True)
+        matrices = [self.wire.matrix(tensor, dropped.get(name)) for tensor, dropped in pairs]
+        if any(matrix is None for matrix in matrices):
+            return sum(tensors[1:], tensors[0]) / len(tensors)
+        held = [matrix for matrix in matrices if matrix is not None]
+        right = self.right.get(name, self.wire.right(held[0]))
+        left = torch.linalg.qr(sum(matrix @ right for matrix in held) / len(held)).Q
+        self.right[name] = sum(matrix.T @ left for matrix in held) / len(held)
+        arrived = left @ self.right[name].T
+        for matrix, dropped in zip(held, self.dropped, strict=True):
+            dropped[name] = matrix - arrived
+        return shaped_as(tensors[0], arrived.reshape(-1).to(flat_of(tensors[0])))
 
 
 class SerialMean:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autopar.errors import InputError, show_value
 from autopar.updates.mixing import EXPONENTIAL, RING, read_graph
-from autopar.updates.wires import FULL, Wire, read_wire
+from autopar.updates.wires import FULL, AnyWire, read_wire
 
 OuterOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes the outer optimizer of tensors; it must treat every element alike, as SGD and Adam do, since a rank
@@ -35,7 +35,7 @@ HALF = 0.5
 class Summed:
     """The mean of all islands' gradients before each step: one batch in parts, as DistributedDataParallel."""
 
-    wire: Wire = FULL
+    wire: AnyWire = FULL
 
     def __str__(self) -> str:
         return f"summed({self.wire.said()})"
@@ -55,7 +55,7 @@ class Every:
     parts: int = 1
     delay: int = 0
     mix: float = HALF
-    wire: Wire = FULL
+    wire: AnyWire = FULL
 
     def is_due(self, part: int, step: int) -> bool:
         """Whether `part` is sent after `step`, which counts from 1."""
@@ -102,7 +102,7 @@ class Server:
 UpdateRule = Summed | Every | Gossip | Server
 
 
-def summed(*, wire: str | Wire = FULL) -> Summed:
+def summed(*, wire: str | AnyWire = FULL) -> Summed:
     """Gradients' mean over islands at every step, on a wire that may be narrow."""
     return Summed(read_wire(wire))
 
@@ -114,7 +114,7 @@ def every(
     parts: int = 1,
     delay: int = 0,
     mix: float = HALF,
-    wire: str | Wire = FULL,
+    wire: str | AnyWire = FULL,
 ) -> Every:
     """`steps` local steps between outer ones; `outer="nesterov"` is SGD at 0.7 with momentum 0.9, DiLoCo's.
 

@@ -5,10 +5,11 @@
     int8        steps of 1/127 of the largest magnitude
     top1%       the largest hundredth of the elements, with their places    Aji and Heafield 2017, Lin 2018
     above0.01   +-0.01 where the magnitude is larger                        Strom 2015
+    rank4       two factors of four columns, for matrices                   Vogels 2019 (PowerSGD)
 
 What a wire drops stays here as a *residual*, and is added to the next tensor (error feedback). Sums are of
-what was decoded, in the tensor's own dtype. A message has the smaller of two forms: elements with their
-places, or all elements.
+what was decoded, in the tensor's own dtype; factors are summed one after the other (`LowRankWire`). A message
+of places has the smaller of two forms: elements with their places, or all elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,12 +129,45 @@ class SparseWire:
         return f'{before}wire="{name}"'
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankWire:
+    """PowerSGD: of a matrix M, and Q of the time before, each island sends M Q, then M' P.
+
+    P is the mean of M Q with its columns made orthonormal, Q the mean of M' P, and P Q' what arrives; columns
+    are `rank`. Tensors of one dim travel as they are, and so do those that this would make no smaller.
+    """
+
+    rank: int
+
+    def matrix(self, tensor: Tensor, residual: Tensor | None) -> Tensor | None:
+        """The tensor, with what was dropped before, as a matrix of its first dim by all others; None if it
+        travels as it is."""
+        flat = flat_of(tensor)
+        rows = tensor.shape[0] if tensor.dim() > 1 else 0
+        if not rows or self.rank * (rows + flat.numel() // rows) >= flat.numel():
+            return None
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32)).view(rows, -1)
+        return wide if residual is None else wide + residual
+
+    def right(self, matrix: Tensor) -> Tensor:
+        """The first Q: draws of its own, the same on all islands."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=torch.float64)
+        return drawn.to(matrix)
+
+    def said(self, before: str = "") -> str:
+        """The wire in a rule's text."""
+        return f'{before}wire="rank{self.rank}"'
+
+
+AnyWire: TypeAlias = Wire | LowRankWire
 FULL = FullWire()
+_RANK = re.compile(r"rank([1-9]\d{0,3})")
 _TOP = re.compile(r"top(\d+(?:\.\d+)?)%")
 _ABOVE = re.compile(r"above(\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
-def read_wire(word: str | Wire) -> Wire:
+def read_wire(word: str | AnyWire) -> AnyWire:
     """The wire that `word` names; raises InputError for others."""
     if not isinstance(word, str):
         return word
@@ -143,10 +177,12 @@ def read_wire(word: str | Wire) -> Wire:
         return SparseWire(share=float(match[1]) / 100)
     if (match := _ABOVE.fullmatch(word)) and float(match[1]) > 0:
         return SparseWire(threshold=float(match[1]))
+    if match := _RANK.fullmatch(word):
+        return LowRankWire(int(match[1]))
     raise InputError(
         where="updates, wire",
         found=show_value(word),
-        wanted="full, bf16, int8, top1% (a share of the elements) or above0.01 (a threshold)",
+        wanted="full, bf16, int8, top1% (a share of the elements), above0.01 (a threshold) or rank4",
         remedy="choose one of these",
     )
 

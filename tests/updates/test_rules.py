@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from autopar.errors import InputError
 from autopar.updates.event_log import EventLog, GradientEvent
 from autopar.updates.mixing import weights
+from autopar.updates.reference import serial_mean
 from autopar.updates.rules import Every, Gossip, Server, check_islands, every, gossip, read_updates, server
-from autopar.updates.wires import Sender, SparseWire, flat_of, read_wire, shaped_as
+from autopar.updates.wires import LowRankWire, Sender, SparseWire, flat_of, read_wire, shaped_as
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,34 @@ def test_what_a_wire_drops_comes_later(name: str) -> None:
     residual = sender.residuals.get("w", torch.zeros(64))
     torch.testing.assert_close(arrived + residual, sent, rtol=0, atol=1e-4)
     assert sender.wire.is_exact == (not residual.any())
+
+
+@pytest.mark.parametrize("islands", [1, 2, 3])
+def test_what_low_rank_drops_comes_later(islands: int) -> None:
+    """The sum of what has arrived is the sum of the means, but for the mean of the last residuals."""
+    mean, sent, arrived = serial_mean(LowRankWire(2), islands), torch.zeros(8, 6, 2), torch.zeros(8, 6, 2)
+    for seed in range(40):
+        drawn = torch.randn(islands, 8, 6, 2, generator=torch.Generator().manual_seed(seed))
+        sent += drawn.mean(0)
+        arrived += mean("w", list(drawn))
+    residual = torch.stack([each["w"] for each in mean.dropped]).mean(0).view(8, 6, 2)  # type: ignore[attr-defined]
+    assert residual.norm() > 1
+    torch.testing.assert_close(arrived + residual, sent, rtol=0, atol=1e-4)
+
+
+def test_a_gradient_of_low_rank_arrives_whole_and_what_is_small_travels_as_it_is() -> None:
+    wire = read_wire("rank2")
+    assert isinstance(wire, LowRankWire) and wire.said() == 'wire="rank2"'
+    x, y = torch.randn(2, 8, 2, dtype=torch.float64)
+    both = [x @ torch.randn(2, 9, dtype=torch.float64) for _ in range(2)]
+    mean = serial_mean(wire, 2)
+    torch.testing.assert_close(mean("w", both), (both[0] + both[1]) / 2)
+    small = [torch.randn(4, 3), torch.randn(4, 3)]
+    assert wire.matrix(small[0], None) is None and wire.matrix(torch.randn(100), None) is None
+    assert torch.equal(mean("s", small), (small[0] + small[1]) / 2)
+    assert wire.matrix(y.to(torch.complex64).expand(8, 2).repeat(4, 3), None).shape == (32, 12)  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="rank0"):
+        read_wire("rank0")
 
 
 def test_sparse_messages_are_dense_where_that_is_smaller() -> None:

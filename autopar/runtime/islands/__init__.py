@@ -2,6 +2,7 @@
 
 joining       splits the launcher's ranks; each island is a world of its own to all other rooms
 messages      tensors between the same rank of each island
+low_rank      means of matrices by two thin factors
 exchanges     rules at the border of a step: gradients' means, outer steps, gossip
 serving       an island that keeps the parameters, and those that learn for it
 """

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.islands.joining import Islands
-from autopar.runtime.islands.messages import BORDER, GRADIENTS, PARAMETERS, Mark, MeanOverIslands
+from autopar.runtime.islands.low_rank import mean_over
+from autopar.runtime.islands.messages import BORDER, GRADIENTS, PARAMETERS, Mark
 from autopar.runtime.parameters.parameters import local
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, Summed
@@ -175,7 +176,7 @@ class SummedExchange(IslandExchange):
         super().__init__(islands, model)
         rule = islands.rule
         assert isinstance(rule, Summed)
-        self.mean = MeanOverIslands(self.across, rule.wire)
+        self.mean = mean_over(self.across, rule.wire)
 
     @contextmanager
     def around(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
@@ -264,7 +265,7 @@ class EveryExchange(IslandExchange):
         rule = islands.rule
         assert isinstance(rule, Every)
         self.rule, self.meets_every = rule, rule.steps
-        self.mean = MeanOverIslands(self.across, rule.wire)
+        self.mean = mean_over(self.across, rule.wire)
         self.anchors = [nn.Parameter(tensor.clone()) for _, tensor in self.held()]
         self.outer = [self._outer(self.anchors[part :: rule.parts]) for part in range(rule.parts)]
         self.late: list[LateMoves] = []
@@ -335,9 +336,7 @@ class EveryExchange(IslandExchange):
         """Buffers that aren't whole numbers become their mean, with the first part of the parameters."""
         held = [(name, local(buffer)) for name, buffer in self.model.named_buffers()]
         held = [(name, tensor) for name, tensor in held if tensor.is_floating_point() and tensor.numel()]
-        means = self._thread.submit(
-            MeanOverIslands(self.across, FULL), held, Mark(PARAMETERS, self.step)
-        ).result()
+        means = self._thread.submit(mean_over(self.across, FULL), held, Mark(PARAMETERS, self.step)).result()
         for (_, tensor), mean in zip(held, means, strict=True):
             tensor.copy_(mean)
 

@@ -143,15 +143,17 @@ def test_rules_on_two_islands(tmp_path: Path) -> None:
         "summed(wire='int8')",
         "summed(wire='top10%')",
         "summed(wire='above0.01')",
+        "summed(wire='rank2')",
         "every(3)",
         "every(4, parts=2, delay=1, outer='nesterov')",
         "every(2, wire='top5%')",
+        "every(2, wire='rank1')",
         "gossip",
     ]
     found = check(run_function(train_on_islands, 2, words, 2, tmp_path, {}), 2)
     sent = [max(item[2] for item in items) for items in found]
-    full, quarter, eighth, tenth = sent[:4]  # of float64, with a scale each, or places
-    assert quarter < full / 3 and eighth < full / 4 and tenth < full / 3
+    full, quarter, eighth, tenth, _, thin = sent[:6]  # of float64, with a scale each, or places
+    assert quarter < full / 3 and eighth < full / 4 and tenth < full / 3 and thin < full
 
 
 @pytest.mark.slow
@@ -161,6 +163,7 @@ def test_rules_on_three_islands(tmp_path: Path) -> None:
         "gossip(exponential)",
         "gossip([(0, 1), (1, 2)])",
         "summed(wire='int8')",
+        "summed(wire='rank1')",
     ]
     check(run_function(train_on_islands, 3, words, 3, tmp_path, {}), 3)
 
