@@ -3,7 +3,8 @@
     M Q   --mean-->  its columns made orthonormal: P
     M' P  --mean-->  Q, also for the next time
 
-P Q' stands for the mean of M; each island keeps M - P Q', which it adds to its next M. Everything else travels as it is, with the first of the two messages.
+P Q' stands for the mean of M; each island keeps M - P Q', which it adds to its next M. Everything else
+travels as it is, with the first of the two messages.
 """
 
 from __future__ import annotations
