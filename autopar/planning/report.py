@@ -29,6 +29,7 @@ from autopar.planning.step_parts import step_parts
 from autopar.planning.training_notes import host_notes, training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
+from autopar.sharding.needed_rows import AT_RUN_TIME
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.shard_state import gathering_notes, when, whole_notes
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
@@ -216,10 +217,14 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
 
 
 def _expert_notes(layers: Sequence[Layer], imbalance: float) -> tuple[str, ...]:
-    """What is expected of routers, where experts lie on several ranks."""
-    if all(Parallelism.EXPERTS.value not in layer.kinds for layer in layers):
+    """What is expected of routers, where rows choose experts that lie on several ranks."""
+    if all(AT_RUN_TIME.isdisjoint(_factors(layer)) for layer in layers):
         return ()
     return (f"the fullest rank of experts is expected to run {imbalance:g} of an even share (--imbalance)",)
+
+
+def _factors(layer: Layer) -> set[str]:
+    return {factor.partition(".")[0] for factor in layer.strategy if factor}
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
