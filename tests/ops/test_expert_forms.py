@@ -94,6 +94,73 @@ class Scattered(Stacked):
         return (made * (shares * kept).unsqueeze(-1)).view(x.shape)
 
 
+class Gated(nn.Module):
+    """One expert, a module of its own."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Loop(nn.Module):
+    """Each expert of a list on the rows that chose it, as tutorials write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Gated() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        shares, chosen = self.gate(rows).softmax(-1).topk(CHOSEN, -1)
+        return self.looped(rows, shares, chosen).view(x.shape)
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            made.index_add_(0, places, expert(rows[places]) * shares[places, turns, None])
+        return made
+
+
+class LoopOfSums(Loop):
+    """The same by `+=`, as in Mistral's own code."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            made[places] += shares[places, turns, None] * expert(rows[places])
+        return made
+
+
+class LoopOfMasks(Loop):
+    """The same by one-hot masks, as in transformers' first Mixtral."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made, masks = torch.zeros_like(rows), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            turns, places = torch.where(masks[number])
+            own = rows[None, places].reshape(-1, WIDTH)
+            made.index_add_(0, places, expert(own) * shares[places, turns, None])
+        return made
+
+
+class OneEach(Loop):
+    """One expert for each row, found by a mask."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made, first = torch.zeros_like(rows), chosen[:, 0]
+        for number, expert in enumerate(self.experts):
+            mask = first == number
+            made[mask] += expert(rows[mask]) * shares[mask, :1]
+        return made
+
+
 class Net(nn.Module):
     """A mixture between two layers."""
 
@@ -107,6 +174,7 @@ class Net(nn.Module):
 
 
 FORMS = (EveryRow, EveryExpert, OneHot, Scattered)
+LOOPS = (Loop, LoopOfSums, LoopOfMasks, OneEach)
 
 
 def proved(kind: type[nn.Module], ranks: int, force: Parallelism | None, **request: object) -> Report:
@@ -134,8 +202,17 @@ def test_each_form_has_its_experts_on_several_ranks(kind: type[Stacked], ranks: 
         assert max(report.plan.parameter_bytes) <= BYTES * (others + own), report.plan
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_loops_over_experts_have_them_on_several_ranks(kind: type[Loop], ranks: int) -> None:
+    report = proved(kind, ranks, Parallelism.EXPERTS)
+    assert report.passed, report
+    (routed,) = (layer for layer in report.plan.layers if layer.op == "autopar_graphs.routed_experts.default")
+    assert routed.kinds == ("experts",) and not any("known number" in note for note in report.plan.notes)
+
+
 @pytest.mark.parametrize("force", [Parallelism.BATCH, None])
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", (*FORMS, *LOOPS))
 def test_each_form_is_split_otherwise_too(kind: type[Stacked], force: Parallelism | None) -> None:
     assert proved(kind, 3, force).passed
 
