@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import ADAM, IMBALANCE, OptimizerState
+from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph
@@ -81,7 +81,7 @@ class Request:
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
     overlap: bool = False  # gathers of weights and compute
-    imbalance: float = IMBALANCE  # rows of the fullest rank of experts, in even shares
+    imbalance: float | None = None  # rows of the fullest rank of experts, in even shares, as the user says
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
