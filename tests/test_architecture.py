@@ -58,6 +58,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.forms.call_forms": "calls that no graph has, and what does the same",
     "autopar.trace.forward.checkpoint_regions": "a count that a buffer holds, which it writes twice",
     "autopar.trace.experts.fused_experts": "columns and vectors that keys pick, which it rewrites",
+    "autopar.trace.experts.looped_experts": "patterns of loops over experts, which it rewrites",
     "autopar.trace.rewrites.constant_folding": "patterns of rows picked and placed, which it rewrites",
     "autopar.trace.rewrites.neighbour_sums": "the same",
     "autopar.trace.rewrites.row_placements": "the same",

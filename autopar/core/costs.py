@@ -149,8 +149,8 @@ class OptimizerState:
     fixed: int = 0
 
 
-# Rows of the fullest rank of a mixture's experts, in even shares, where nobody says: an assumption that plans
-# state.
+# Rows of the fullest rank of a mixture's experts, in even shares, where nobody says and the example's routers
+# didn't run: an assumption that plans state.
 IMBALANCE = 1.25
 ADAM = OptimizerState(2.0, 4)
 OPTIMIZERS: Mapping[str, OptimizerState] = {

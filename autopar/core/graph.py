@@ -126,7 +126,8 @@ class Graph:
 
     `outputs` are the tensors that leave the graph; `writes` says which buffer takes which tensor
     at the end of the step (`num_batches_tracked`). `beside` are bytes of structure, of whose values it is
-    made and which caller and model hold beside it.
+    made and which caller and model hold beside it. `loads` are, for each router whose example ran, the rows
+    that chose each expert.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -137,6 +138,7 @@ class Graph:
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
     beside: int = 0
+    loads: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
     derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False, compare=False)
 

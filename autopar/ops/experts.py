@@ -156,9 +156,8 @@ class RoutedExperts(Rule):
         name, layout = site.operands[0], site.operand_layout(0)
         rows = sum(site.dims.local_shape(name, layout, at)[0] for at in ranks)
         every = site.shape(self.rows(site))[0]
-        return (
-            rows if experts == every else min(rows, math.ceil(site.dims.imbalance * rows * experts / every))
-        )
+        share = site.dims.fullest(every // max(1, experts))
+        return rows if experts == every else min(rows, math.ceil(share * rows * experts / every))
 
     def exchanged(self, site: Site, sent: Handle, lengths: Sequence[int], place: int) -> Handle:
         """Numbers of rows that come for each own expert from each rank."""

@@ -17,6 +17,7 @@ agree             one plan for all ranks
 busy_neighbours   processes that measure along where one plans by itself
 given_plan        a plan that is there already, taken instead of a search
 report            the plan as it is printed and carried
+router_loads      how the example's rows spread over a mixture's experts
 links             what exchanges between devices rest on: words or measurements
 edge_cuts         how many edges lead between parts of a graph
 step_parts        where the seconds of a step go

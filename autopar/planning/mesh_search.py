@@ -48,7 +48,7 @@ from autopar.solve.assignment.written_programs import WrittenPrograms
 from autopar.solve.choices.fold import Folding, fold
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
-from autopar.solve.choices.space import Borders, Space, build_space, split_by_force
+from autopar.solve.choices.space import Borders, Space, build_space, has_sizes, split_by_force
 from autopar.solve.program.problem import Problem
 from autopar.solve.program.solution import CutoffError, Solution, UnbeatenError, check_cutoff
 from autopar.solve.stages.cut_search import MOST_CUT_PLACES
@@ -623,15 +623,18 @@ def check_force(graph: Graph, prices: Prices, force: Force) -> None:
     kinds, mesh = Kinds(graph, prices.dims), prices.dims.mesh
     splitting = split_by_force(graph, prices)
     by_axis = kind_by_axis(force, mesh)
+    compiled = "" if prices.groups is None else " of a compiled program, whose sizes are fixed,"
     for wanted in dict.fromkeys(by_axis):
         least = min((mesh.shape[axis] for axis in kinds.axes() if by_axis[axis] is wanted), default=1)
-        longest = max((kinds.longest(item, wanted) for item in splitting), default=0)
+        lengths = [kinds.lengths(item, wanted) for item in splitting]
+        fixed = (size for each in lengths for factor, size in each.items() if has_sizes(factor, prices))
+        longest = max(fixed, default=0)
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",
                 found=f"no {wanted.value} dim longer than {longest}"
                 if longest
-                else f"no operator that can be split by {wanted.value}",
+                else f"no operator{compiled} that can be split by {wanted.value}",
                 wanted=f"one of at least {least}, the size of an axis",
                 remedy="choose another kind, a smaller mesh or larger inputs",
             )

@@ -41,6 +41,7 @@ from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
+from autopar.planning.router_loads import with_router_loads
 from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish, search
 from autopar.planning.training_notes import weight_notes
 from autopar.results.plan.plan import Plan
@@ -362,7 +363,7 @@ class Planner:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        return trace(
+        traced = trace(
             model,
             args,
             kwargs,
@@ -371,6 +372,8 @@ class Planner:
             static=self.request.static,
             autocast=self.request.autocast(self.cluster),
         )
+        measures = self.request.measure and self.request.imbalance is None
+        return with_router_loads(traced, model) if measures else traced
 
     def parts(
         self,

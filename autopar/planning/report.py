@@ -29,6 +29,7 @@ from autopar.planning.step_parts import step_parts
 from autopar.planning.training_notes import host_notes, overlap_notes, training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
+from autopar.sharding.needed_rows import AT_RUN_TIME
 from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.shard_state import gathering_notes, when, whole_notes
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
@@ -123,7 +124,7 @@ def report(
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_reduced(graph, program),
-            *_expert_notes(layers, request.imbalance),
+            *_expert_notes(layers, prices.dims),
             *_notes(graph, step, request),
             *link_notes(cluster, prices.model.collectives),
             *pace_notes(priced),
@@ -215,11 +216,25 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
     return (f"gradients of {count} cast weights are summed over ranks in {word}",)
 
 
-def _expert_notes(layers: Sequence[Layer], imbalance: float) -> tuple[str, ...]:
-    """What is expected of routers, where experts lie on several ranks."""
-    if all(Parallelism.EXPERTS.value not in layer.kinds for layer in layers):
+def _expert_notes(layers: Sequence[Layer], dims: Dims) -> tuple[str, ...]:
+    """What is expected of routers, where rows choose experts that lie on several ranks."""
+    splits = [
+        math.prod(
+            size for size, factor in zip(dims.mesh.shape, layer.strategy, strict=True) if _routes(factor)
+        )
+        for layer in layers
+        if any(map(_routes, layer.strategy))
+    ]
+    if not splits:
         return ()
-    return (f"the fullest rank of experts is expected to run {imbalance:g} of an even share (--imbalance)",)
+    share = max(map(dims.fullest, splits))
+    source = "as measured on the example" if dims.imbalance is None and dims.graph.loads else "--imbalance"
+    return (f"the fullest rank of experts is expected to run {share:.3g} of an even share ({source})",)
+
+
+def _routes(factor: str | None) -> bool:
+    """Whether a factor gives ranks experts that rows choose."""
+    return factor is not None and factor.partition(".")[0] in AT_RUN_TIME
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:

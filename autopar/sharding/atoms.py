@@ -204,11 +204,21 @@ class Atoms:
         return spans
 
 
+def fullest_share(loads: Sequence[Sequence[int]], parts: int) -> float | None:
+    """Rows of the fullest of so many ranks, in even shares, of the routers whose experts got these rows."""
+    shares: list[float] = []
+    for rows in loads:
+        if len(rows) >= parts and (total := sum(rows)):
+            cut = itertools.pairwise(balanced(len(rows), parts))
+            shares.append(parts * max(sum(rows[start:stop]) for start, stop in cut) / total)
+    return max(shares, default=None)
+
+
 class Dims:
     """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
     operator then offers, by the sign that equal ones share, which strategies.py fills."""
 
-    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh, imbalance: float = IMBALANCE) -> None:
+    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh, imbalance: float | None = None) -> None:
         self.graph, self.atoms, self.mesh, self.imbalance = graph, atoms, mesh, imbalance
         self._subsets = [
             axes
@@ -236,6 +246,13 @@ class Dims:
         self._tables: dict[Atom, tuple[Atom, RowTable]] = {}
         self._anchor()
         self._follow_tables()
+
+    def fullest(self, parts: int) -> float:
+        """Rows of the fullest of so many ranks of experts, in even shares: as is said, was measured, or is
+        assumed."""
+        if self.imbalance is not None:
+            return self.imbalance
+        return fullest_share(self.graph.loads, parts) or IMBALANCE
 
     # -- cuts ---------------------------------------------------------------------------------------
 

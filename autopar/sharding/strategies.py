@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from autopar.core.costs import IMBALANCE
 from autopar.core.graph import Graph, Operator, map_refs
 from autopar.core.mesh import Mesh
 from autopar.core.strategy import Option, Strategy
@@ -26,8 +25,9 @@ def find_atoms(graph: Graph) -> Atoms:
     return atoms
 
 
-def dims_of(graph: Graph, mesh: Mesh, imbalance: float = IMBALANCE) -> Dims:
-    """The dims of `graph` as they are cut on a mesh; `imbalance` is what is expected of routers."""
+def dims_of(graph: Graph, mesh: Mesh, imbalance: float | None = None) -> Dims:
+    """The dims of `graph` as they are cut on a mesh; `imbalance` is what is expected of routers, None for
+    what was measured."""
     return Dims(graph, find_atoms(graph), mesh, imbalance)
 
 
@@ -61,6 +61,7 @@ def sign_of(operation: Operator, dims: Dims) -> int:
             tuple(order[atom] for atom in atoms),
             tuple(dims.way_of_cutting(atom) for atom in order),
             dims.imbalance,
+            dims.graph.loads,
         )
         dims.sign_of[operation.name] = number_of(sign)
     return dims.sign_of[operation.name]

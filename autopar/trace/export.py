@@ -38,6 +38,7 @@ from autopar.trace.call.call_signature import (
 )
 from autopar.trace.call.user_source import all_of_forward
 from autopar.trace.experts.fused_experts import with_routed_experts
+from autopar.trace.experts.looped_experts import with_looped_experts
 from autopar.trace.flat_model import FlatModel, ForwardFindings, TracedCall
 from autopar.trace.forms.simplify import only_loss, without_dead_code
 from autopar.trace.forward.autocast import OFF, Autocast, autocast_set, traced_as, tracing_under
@@ -299,7 +300,8 @@ def _trace_once(call: TracedCall, *, structure: Structure, evaluates: bool, by_n
     flat.let_go()
     nbytes = sum(part.nbytes for tensor in values for part in parts_of(tensor))
     graph = replace(graph, notes=tuple(notes), decided_by=decided_by, beside=nbytes)
-    graph = with_routed_products(folded(with_grouped_heads(with_known_masks(graph))))
+    graph = with_looped_experts(with_grouped_heads(with_known_masks(graph)), builder.kept.returned)
+    graph = with_routed_products(folded(graph))
     graph = with_routed_experts(graph)
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates, once=once)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.core.mesh import Mesh
@@ -108,3 +110,25 @@ def test_experts_learn_as_in_the_serial_model_and_count_once_in_norms(way: str, 
     the whole batch's."""
     pytest.importorskip("transformers")
     assert pools(2).run(trained, way) == [[2, 2]] * 2
+
+
+def misses_experts() -> bool:
+    """Whether training differs where clipping takes the norm of parameters that are whole alone."""
+    clip = nn.utils.clip_grad_norm_
+
+    def clipped(parameters: Iterable[Tensor], limit: float) -> Tensor:
+        whole = [
+            each
+            for each in parameters
+            if not isinstance(each, DTensor) or each.to_local().shape == each.shape
+        ]
+        return clip(whole, limit)
+
+    with patch.object(nn.utils, "clip_grad_norm_", clipped), pytest.raises(AssertionError):
+        trained("experts")
+    return True
+
+
+def test_a_norm_that_misses_experts_is_noticed(pools: Pools) -> None:
+    pytest.importorskip("transformers")
+    assert pools(2).run(misses_experts) == [True] * 2

@@ -16,7 +16,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError
 from autopar.planning.asked.options import PLAN, Options
-from autopar.planning.asked.request import Request, request_of
+from autopar.planning.asked.request import Request
 from autopar.proof.check import Report, check
 from autopar.proof.operators import OneOperator, error, strategies
 from autopar.sharding.rule import Sample
@@ -167,8 +167,8 @@ def test_compiled_programs_have_no_experts_on_several_ranks() -> None:
         InputError, match="found .'experts'. on mesh 2, of operands .*, wanted a factor or None"
     ):
         proved(model, 2, pins=pinned(model, "experts"), compile=True)
-    with pytest.raises(InputError, match="--compile: found --force experts"):
-        request_of(Options(PLAN, compile=True, force="experts"), ClusterSpec.local(2))
+    with pytest.raises(InfeasibleError, match="no operator of a compiled program, whose sizes are fixed,"):
+        proved(model, 2, force=Parallelism.EXPERTS, compile=True)
 
 
 @pytest.mark.parametrize("imbalance", [0.9, 0, -1.0, float("nan"), float("inf")])

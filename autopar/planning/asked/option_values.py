@@ -123,8 +123,10 @@ def read_gap(gap: float) -> float:
     )
 
 
-def read_imbalance(imbalance: float) -> float:
-    """Check the rows of the fullest rank of experts, in even shares."""
+def read_imbalance(imbalance: float | None) -> float | None:
+    """Check the rows of the fullest rank of experts, in even shares; None for what is measured."""
+    if imbalance is None:
+        return None
     if 1 <= imbalance <= MOST_IMBALANCE:
         return float(imbalance)
     raise InputError(

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
-from autopar.core.costs import IMBALANCE
 from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
@@ -193,12 +192,12 @@ class SearchOptions(TypedDict, total=False):
         float | None,
         OptionSpec(
             metavar="X",
-            default=IMBALANCE,
             words=(int, float),
             read=read_imbalance,
             help="Rows of the fullest rank of a mixture's experts, in even shares.",
-            more="Plans whose experts lie on several ranks are priced by it, and say so. A rank with more "
-            "rows takes longer, and more memory, than they say.",
+            more="Plans whose experts lie on several ranks are priced by it, and say so; without, by what "
+            "the example's routers choose, or by 1.25. A rank with more rows takes longer, and more memory, "
+            "than they say.",
         ),
     ]
     costdb: Annotated[

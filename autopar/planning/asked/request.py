@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import ADAM, IMBALANCE, OptimizerState
-from autopar.core.force import Force, Pins, name_of
+from autopar.core.costs import ADAM, OptimizerState
+from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -81,7 +81,7 @@ class Request:
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
     overlap: bool = False  # gathers of weights and compute
-    imbalance: float = IMBALANCE  # rows of the fullest rank of experts, in even shares
+    imbalance: float | None = None  # rows of the fullest rank of experts, in even shares, as the user says
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -207,9 +207,6 @@ def _compiled(request: Request) -> Request:
         found.append(("--offload all", "none or auto", "leave out --offload"))
     if request.overlap:
         found.append(("--overlap", "no gathers that start early", "leave out --overlap"))
-    if request.force is not None and "experts" in name_of(request.force):
-        fixed = "sizes that are known before, not those of rows that choose experts"
-        found.append((f"--force {name_of(request.force)}", fixed, "leave out --force"))
     if request.schedule in SPLIT_BACKWARD:
         kinds = ", ".join(kind.value for kind in request.runnable())
         found.append((f"--schedule {request.schedule.value}", kinds, "leave out --schedule"))

@@ -1,6 +1,7 @@
 """What can be chosen for a graph: strategies, layouts, gathers, folded.
 
 space             what may be chosen
+expert_dims       which dims are the experts of a mixture
 kinds             which kind of parallelism an option is
 fold              equal blocks, planned once
 tensor_classes    who makes and takes each tensor, and which are treated alike

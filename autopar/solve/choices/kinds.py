@@ -13,8 +13,8 @@ from autopar.core.placement import P, Shard
 from autopar.core.strategy import Option
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
-from autopar.sharding.needed_rows import OWN
 from autopar.sharding.strategies import options_of
+from autopar.solve.choices.expert_dims import expert_dims
 
 
 def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:
@@ -34,7 +34,7 @@ def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:
 class Kinds:
     """Kind of parallelism of each option.
 
-    Experts shards a mixture's experts, in the operator that runs them and in what its weights come from.
+    Experts shards a mixture's experts (`expert_dims`), in what runs them and in what its weights come from.
     Model parallelism shards a weight's factor: filter if a result has it, channel if it is summed over. Any
     other factor is batch if it reaches the first dim of a user input, else domain. An operator without
     weights goes with its neighbours: by domain if an operator with weights could go on so, although a weight
@@ -55,13 +55,7 @@ class Kinds:
             if item.operands and self.weights.issuperset(item.operands):
                 self.weights.update(name for name in item.results if name)
         self.repeated = set(self._repeated(graph))
-        self.experts: set[Atom] = {
-            component
-            for item in graph.operators
-            for option in options_of(item, dims)
-            if option.factor == OWN
-            for component in self._components(item, option)
-        }
+        self.experts = expert_dims(graph, dims, self.weights)
         self.free: set[Atom] = {
             component
             for item in graph.operators
@@ -140,10 +134,6 @@ class Kinds:
         """The axes that count: those of two or more devices, or all if there are none."""
         mesh = self.dims.mesh
         return [axis for axis in mesh.axes if mesh.shape[axis] > 1] or list(mesh.axes)
-
-    def longest(self, operation: Operator, wanted: Parallelism) -> int:
-        """The length of the operator's longest factor of that kind; 0 if it has none."""
-        return max(self.lengths(operation, wanted).values(), default=0)
 
     def lengths(self, operation: Operator, wanted: Parallelism) -> dict[str, int]:
         """The operator's factors of that kind, and their lengths."""

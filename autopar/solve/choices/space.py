@@ -179,7 +179,12 @@ def runnable(operation: Operator, prices: Prices) -> Sequence[Strategy]:
     every = strategies_of(operation, prices.dims)
     if prices.groups is None:
         return every
-    return [each for each in every if AT_RUN_TIME.isdisjoint(o.factor.partition(".")[0] for o in each)]
+    return [each for each in every if all(has_sizes(option.factor, prices) for option in each)]
+
+
+def has_sizes(factor: str, prices: Prices) -> bool:
+    """Whether a program may split a factor: of a compiled one, sizes of its parts are known before."""
+    return prices.groups is None or factor.partition(".")[0] not in AT_RUN_TIME
 
 
 def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:

@@ -27,6 +27,7 @@ _MIXED = "compressed tensor instance need to be on the same device"  # of struct
 _COMPUTED = "a CSR matrix of values that forward computes, as GraphUNet multiplies two of"
 _READS = re.compile(r"\.(item|tolist)\(|\b(float|int)\(")
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|not|bool|range)\b")
+_COUNTS = re.compile(r"\.(any|numel|nelement|size|sum)\(|\.shape\b|\blen\(")
 _TEXT_LENGTH = 110  # characters of torch's words
 
 
@@ -69,6 +70,8 @@ def _without_values(where: str, cause: BaseException) -> str:
         return "leave out .item(), .tolist(), float() and int(): return the tensor, read it after the call"
     if any(isinstance(each, DynamicOutputShapeException) for each in _chain(cause)):
         return "keep the shape: multiply by the mask, or choose by torch.where(mask, x, 0)"
+    if _COUNTS.search(where) and _BRANCHES.search(where):
+        return "leave the branch out where no rows change nothing, or choose by torch.where(condition, a, b)"
     return "choose by torch.where(condition, a, b), or decide before the call and pass a flag"
 
 

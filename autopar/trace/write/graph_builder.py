@@ -280,7 +280,7 @@ class GraphBuilder:
         _refuse_memory_order(node, target)
         call = Call(self.in_place.viewed(node, target, args), args, kwargs)
         if self.kept.concerns(call):
-            self.graph.env[node] = self.kept.read(node, call, partial(self.write, grad=grad))
+            self.graph.env[node] = self.of_kept_rows(node, call, grad=grad)
             return
         written = self.in_place.written(node, call, retyped=self.casts.retyped)
         if written is not None:
@@ -295,6 +295,20 @@ class GraphBuilder:
             self.hook(node, operation)
         if written is not None:
             self.in_place.replace(node, written, value.name, grad=grad)
+
+    def of_kept_rows(self, node: fx.Node, call: Call, *, grad: bool) -> Any:
+        """What stands for the result of an operator on rows that a mask keeps."""
+        written = None
+        if self.kept.is_last_read(node, call):
+            call = replace(call, target=_functional(node, call.target))
+        elif isinstance(call.args[0], Ref):
+            written = self.in_place.written(node, call, retyped=self.casts.retyped)
+        if written is not None:
+            call = self.functional(node, call, written)
+        value = self.kept.read(node, call, partial(self.write, grad=grad))
+        if written is not None:
+            self.in_place.replace(node, written, value.name, grad=grad)
+        return value
 
     def functional(self, node: fx.Node, call: Call, written: str) -> Call:
         """The call that returns what an in-place one writes to the tensor `written`."""

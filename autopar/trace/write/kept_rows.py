@@ -4,6 +4,8 @@
     F.mse_loss(x[mask], y[mask])                            the same, of the loss without a reduction
     F.cross_entropy(x[m], y[m])  rows that m leaves out have for their target what the loss ignores
     x[mask].shape[0]             count(mask)
+    i, k = torch.where(mask2)    rows = where(mask2, x[:, None], 1)
+    y.index_add_(0, i, f(x[i]))  y + sum over k of where(mask2, f(rows), 0)
 
 `x[mask]` has as many rows as the mask has elements here. What operators make of rows, one by one, they make
 of all; what is left out is 1 (0 for integers), which is in the domain of most functions, and has no gradient,
@@ -40,6 +42,7 @@ _BY_IGNORING = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _PLACES = (aten.nonzero_numpy.default, aten.where.default)
+_RETURNS = (aten.index_add.default, aten.index_put.default)
 _FLATTENING = (aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints)
 _HALF = (torch.float16, torch.bfloat16)
 _COMPARED = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)  # for assertions
@@ -82,6 +85,8 @@ class KeptRows:
         self._numbers: dict[Any, int] = {}  # what makes a tensor -> its number
         self._known: dict[str, int] = {}  # tensor -> the number of what makes it
         self._seen = 0  # operators that are numbered
+        self.returned: set[str] = set()  # rows that are given back, zeros where a mask keeps nothing
+        self._reads: dict[fx.Node, tuple[Any, ...]] = {}  # what `index` took, and by what
 
     def counts(self, node: fx.Node) -> bool:
         """Whether a Python function takes the number of kept rows; its result is noted then."""
@@ -108,7 +113,7 @@ class KeptRows:
         if any(isinstance(leaf, (SelectedRows, Places, NumberKept)) for leaf in leaves):
             return True
         return target in (aten.masked_select.default, aten.nonzero.default, *_PLACES) or (
-            target is aten.index.Tensor and self._mask_of(call.args) is not None
+            target is aten.index.Tensor and self._is_mask(call.args)
         )
 
     def read(self, node: fx.Node, call: Call, write: Write) -> Any:
@@ -116,12 +121,16 @@ class KeptRows:
         target, args, kwargs, self._write = call.target, call.args, call.kwargs, write
         leaves = pytree.tree_leaves((args, kwargs))
         kept = [leaf for leaf in leaves if isinstance(leaf, SelectedRows)]
-        if target is aten.index.Tensor and (mask := self._mask_of(args)) is not None:
-            return self._keep(node, args[0], mask)
+        if target is aten.index.Tensor and (picked := self._picked(node, args)) is not None:
+            self._reads[node] = args
+            return self._keep(node, *picked)
+        if target in _RETURNS:
+            return self._returned(node, call)
         if target is aten.masked_select.default and all(isinstance(item, Ref) for item in args):
             return self._keep(node, *args)
         if target in _PLACES and isinstance(args[0], Ref):
-            return [Places(args[0], dim) for dim in range(len(self._graph.specs[args[0].name].shape))]
+            dims, mask = range(len(self._graph.specs[args[0].name].shape)), self._truth(node, args[0])
+            return [Places(mask, dim) for dim in dims]
         if target is aten.nonzero.default and isinstance(args[0], Ref):
             return Places(args[0], None)
         if isinstance(args[0], Places) and args[0].dim is None and (place := self._column(target, args)) >= 0:
@@ -139,18 +148,49 @@ class KeptRows:
             raise self.refused(node, f"{target} of rows of two masks")
         return self._made(node, call, kept[0])
 
-    def _mask_of(self, args: Any) -> Ref | None:
-        """The mask by which `index` takes rows, if that is what it does."""
-        if not isinstance(args[0], Ref):
+    def is_last_read(self, node: fx.Node, call: Call) -> bool:
+        """Whether an operator in place writes rows that `index` took, read by its result alone."""
+        if not schema_of(call.target).is_mutable or not isinstance(call.args[0], SelectedRows):
+            return False
+        match node.args[0]:
+            case fx.Node(target=aten.index.Tensor) as rows:
+                return all(user is node or _is_size(user) for user in rows.users)
+        return False
+
+    def _is_mask(self, args: Any) -> bool:
+        """Whether `index` takes rows by a mask."""
+        index = args[1]
+        plain = len(index) == 1 and all(isinstance(item, Ref) for item in (args[0], index[0]))
+        return plain and self._graph.specs[index[0].name].dtype is torch.bool
+
+    def _picked(self, node: fx.Node, args: Any) -> tuple[Ref, Ref, tuple[int, ...]] | None:
+        """A tensor, the mask by which `index` takes rows of it, and the mask's dims that its first dims are;
+        None if that isn't what it does."""
+        x, index = args
+        if not isinstance(x, Ref):
             return None
-        specs, index = self._graph.specs, args[1]
-        if len(index) == 1 and isinstance(index[0], Ref) and specs[index[0].name].dtype is torch.bool:
-            return index[0]
-        if all(isinstance(item, Places) for item in index):
-            mask: Ref = index[0].mask
-            dims = range(len(specs[mask.name].shape))
-            return mask if list(index) == [Places(mask, dim) for dim in dims] else None
-        return None
+        if self._is_mask(args):
+            return x, index[0], tuple(range(len(self._graph.specs[index[0].name].shape)))
+        if index[0] is None and len(index) == 2 and _in_one_row(node):
+            x, index = self._first(node, x), index[1:]
+        if not all(isinstance(item, Places) and item.dim is not None for item in index):
+            return None
+        dims = tuple(item.dim for item in index)
+        alone = len({item.mask for item in index}) == 1 and len(set(dims)) == len(dims)
+        return (x, index[0].mask, dims) if alone else None
+
+    def _first(self, node: fx.Node, x: Ref) -> Ref:
+        """`x[0]`, of a tensor with one row."""
+        spec = self._graph.specs[x.name]
+        return Ref(self._reshaped(node, x.name, spec.shape[1:])) if spec.shape[0] == 1 else x
+
+    def _truth(self, node: fx.Node, mask: Ref) -> Ref:
+        """A mask as truth values."""
+        spec = self._graph.specs[mask.name]
+        if spec.dtype is torch.bool:
+            return mask
+        made = replace(spec, dtype=torch.bool, requires_grad=False)
+        return Ref(self._graph.add(node, aten.ne.Scalar, (mask, 0), made))
 
     def _column(self, target: Any, args: tuple[Any, ...]) -> int:
         """The column of a matrix of indices that a call takes, -1 for another call."""
@@ -161,19 +201,80 @@ class KeptRows:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _keep(self, node: fx.Node, x: Ref, mask: Ref) -> SelectedRows:
-        """The rows of `x` that `mask` keeps, whose leading dims are the mask's."""
+    def _keep(self, node: fx.Node, x: Ref, mask: Ref, dims: tuple[int, ...] = ()) -> SelectedRows:
+        """The rows of `x` that `mask` keeps; the first dims of `x` are these of the mask, by default all."""
         specs = self._graph.specs
         given, shape = specs[x.name], specs[mask.name].shape
-        if given.shape[: len(shape)] != shape or not shape:
+        dims = dims or tuple(range(len(shape)))
+        if given.shape[: len(dims)] != tuple(shape[dim] for dim in dims) or not shape:
             raise self.refused(node, "rows of a mask of another shape")
-        number = self._number_of(mask.name)
-        if number not in self._masks:
-            self._masks[number] = self._reshaped(node, mask.name, (math.prod(shape),))
-        flat = self._masks[number]
-        rows = self._reshaped(node, x.name, (math.prod(shape), *given.shape[len(shape) :]))
+        flat, rest = self._flat(node, mask), given.shape[len(dims) :]
+        name = self._along(node, x.name, shape, dims) if dims != tuple(range(len(shape))) else x.name
+        rows = self._reshaped(node, name, (math.prod(shape), *rest))
         fill = 1 if given.dtype.is_floating_point or given.dtype.is_complex else 0
         return SelectedRows(Ref(self._filled(node, rows, flat, fill, mark=True)), flat)
+
+    def _flat(self, node: fx.Node, mask: Ref) -> str:
+        """The mask in one dim; that of an equal one, if there is one."""
+        number, size = self._number_of(mask.name), math.prod(self._graph.specs[mask.name].shape)
+        if number not in self._masks:
+            self._masks[number] = self._reshaped(node, mask.name, (size,))
+        return self._masks[number]
+
+    def _along(self, node: fx.Node, name: str, shape: tuple[int, ...], dims: tuple[int, ...]) -> str:
+        """A tensor repeated along the dims of a mask that it lacks, in the mask's order."""
+        spec = self._graph.specs[name]
+        rest = spec.shape[len(dims) :]
+        order = [*sorted(range(len(dims)), key=dims.__getitem__), *range(len(dims), len(spec.shape))]
+        if order != sorted(order):
+            turned = replace(spec, shape=tuple(spec.shape[dim] for dim in order))
+            name = self._graph.add(node, aten.permute.default, (Ref(name), order), turned)
+        ones = tuple(size if dim in dims else 1 for dim, size in enumerate(shape))
+        name = self._reshaped(node, name, (*ones, *rest))
+        whole = replace(spec, shape=(*shape, *rest))
+        return self._graph.add(node, aten.expand.default, (Ref(name), [*whole.shape]), whole)
+
+    def _returned(self, node: fx.Node, call: Call) -> Ref:
+        """What becomes of a tensor to whose rows those that a mask keeps are added."""
+        into, places, rows = self._added(node, call)
+        specs = self._graph.specs
+        given, shape = specs[into.name], specs[places.mask.name].shape
+        fits = self._flat(node, places.mask) == rows.mask and given.dtype == self._spec(rows).dtype
+        whole = replace(self._spec(rows), shape=(*shape, *given.shape[1:]))
+        if not fits or math.prod(whole.shape) != math.prod(self._spec(rows).shape):
+            raise self.refused(node, f"{call.target} of rows of another mask or kind")
+        made = self._filled(node, rows.ref.name, rows.mask, 0)
+        self.returned.add(made)
+        made = self._reshaped(node, made, whole.shape)
+        others = [dim for dim in range(len(shape)) if dim != places.dim]
+        if others:
+            summed = replace(whole, shape=given.shape)
+            made = self._graph.add(node, aten.sum.dim_IntList, (Ref(made), others), summed)
+        learns = given.requires_grad or specs[made].requires_grad
+        spec = replace(given, requires_grad=learns)
+        return Ref(self._graph.add(node, aten.add.Tensor, (into, Ref(made)), spec))
+
+    def _added(self, node: fx.Node, call: Call) -> tuple[Ref, Places, SelectedRows]:
+        """The tensor, places and rows of `y.index_add_(0, i, rows)`, or of `y[i] += rows`."""
+        match call:
+            case Call(aten.index_add.default, (Ref() as into, 0, Places() as places, SelectedRows() as rows)):
+                if places.dim is not None and not call.kwargs:
+                    return into, places, rows
+            case Call(aten.index_put.default, (Ref() as into, [(Places() | Ref()) as item], SelectedRows())):
+                places = Places(item, 0) if isinstance(item, Ref) else item
+                term = self._term(node, (into, [item]))
+                if term is not None and places.dim is not None and not call.kwargs:
+                    return into, places, term
+        raise self.refused(node, str(call.target))
+
+    def _term(self, node: fx.Node, read: tuple[Any, ...]) -> SelectedRows | None:
+        """The rows that `y[i] += rows` adds: each place is there once, or eager code has no one answer."""
+        added = node.args[2]
+        if not isinstance(added, fx.Node) or added.target not in (aten.add.Tensor, aten.add_.Tensor):
+            return None
+        index, rows = added.args[0], self._graph.value(added.args[1])
+        same = isinstance(index, fx.Node) and self._reads.get(index) == read  # and not written in between
+        return rows if same and isinstance(rows, SelectedRows) and not added.kwargs else None
 
     def _reshaped(self, node: fx.Node, name: str, shape: tuple[int, ...]) -> str:
         spec = self._graph.specs[name]
@@ -299,11 +400,7 @@ class KeptRows:
     def _count(self, node: fx.Node, args: tuple[Any, ...]) -> NumberKept:
         item = args[0]
         if isinstance(item, Places):
-            number = self._number_of(item.mask.name)
-            size = math.prod(self._graph.specs[item.mask.name].shape)
-            if number not in self._masks:
-                self._masks[number] = self._reshaped(node, item.mask.name, (size,))
-            return NumberKept(self._masks[number])
+            return NumberKept(self._flat(node, item.mask))
         if not isinstance(item, SelectedRows) or (len(args) > 1 and args[1] != 0):
             raise self.refused(node, "a size")
         rest = 1 if len(args) > 1 else math.prod(self._graph.specs[item.ref.name].shape[1:])
@@ -347,6 +444,18 @@ class KeptRows:
         names = {item.name for item in map(_tensor, pytree.tree_leaves(self._graph.value(node.args))) if item}
         asked.inputs = inputs_behind(names, self._graph.inputs, self._graph.operators)
         return asked
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target in (aten.sym_size.int, aten.sym_numel.default)
+
+
+def _in_one_row(node: fx.Node) -> bool:
+    """Whether `x[None, i]` is only read as rows, by `.reshape(-1, width)`."""
+    width = node.meta["val"].shape[-1]
+    reads = (aten.reshape.default, aten.view.default)
+    shapes = [user.args[1] for user in node.users if user.target in reads]
+    return len(shapes) == len(node.users) and all(shape == [-1, width] for shape in shapes)
 
 
 def _tensor(item: Any) -> Ref | None:

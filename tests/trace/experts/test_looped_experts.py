@@ -1,0 +1,128 @@
+"""Loops over experts are one chain of products where they are alike; else they are equal all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.force import Parallelism
+from autopar.errors import ValuesAskedError
+from autopar.trace.experts.looped_experts import NOTE
+from autopar.trace.experts.routed_experts import ROUTED_EXPERTS
+from autopar.trace.export import trace
+from tests.ops.test_expert_forms import EXPERTS, HIDDEN, WIDTH, Gated, Loop, Net, proved
+
+
+class Wider(Loop):
+    """One expert has more channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1] = Gated(HIDDEN + 1)
+
+
+class Frozen(Loop):
+    """One expert doesn't learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[2].requires_grad_(False)
+
+
+class Otherwise(Loop):
+    """One expert computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[2].down = nn.Sequential(self.experts[2].down, nn.Tanh())  # type: ignore[assignment]
+
+
+class Scaled(Loop):
+    """What a turn has added is scaled before the next."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            made = made.index_add(0, places, expert(rows[places]) * shares[places, turns, None]) * 1.5
+        return made
+
+
+class Fewer(Loop):
+    """Rows may choose one more expert than the loop has, and get nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts[EXPERTS - 1]
+
+
+class Twice(Loop):
+    """One expert has two turns, another none."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        return super().looped(rows, shares, chosen.clamp(min=1)) + super().looped(rows, shares, chosen % 3)
+
+
+class AnyTurn(Loop):
+    """Masks that say whether any of a row's choices is an expert, which several experts share."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            share = (shares * (chosen == number)).sum(-1)
+            made[mask] += expert(rows[mask]) * share[mask, None]
+        return made
+
+
+def routed(model: nn.Module) -> int:
+    graph = trace(model, (torch.randn(4, 3, WIDTH),)).graph
+    return sum(item.target is ROUTED_EXPERTS for item in graph.operators)
+
+
+@pytest.mark.parametrize("kind", [Wider, Frozen, Otherwise, Scaled, Fewer, AnyTurn, Twice])
+def test_what_is_no_loop_over_equal_experts_is_equal_and_noted(kind: type[Loop]) -> None:
+    report = proved(kind, 2, Parallelism.BATCH)
+    assert report.passed and routed(Net(kind())) == 0, report
+    assert any(NOTE in note for note in report.plan.notes)
+
+
+def test_two_mixtures_are_two_chains() -> None:
+    assert routed(nn.Sequential(Loop(), Loop())) == 2
+
+
+class WrittenBetween(Loop):
+    """`made[i] += rows`, in three steps, with a write in between."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            own = made[places] + expert(rows[places]) * shares[places, turns, None]
+            made.mul_(2)
+            made[places] = own
+        return made
+
+
+class Asked(Loop):
+    """Turns without rows are left out."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            if places.numel() == 0:
+                continue
+            made.index_add_(0, places, expert(rows[places]) * shares[places, turns, None])
+        return made
+
+
+def test_rows_that_others_wrote_meanwhile_are_refused() -> None:
+    with pytest.raises(ValuesAskedError, match="index_put.* of what a mask keeps"):
+        trace(WrittenBetween(), (torch.randn(4, 3, WIDTH),))
+
+
+def test_a_branch_on_numbers_of_rows_is_refused_with_what_does_without() -> None:
+    with pytest.raises(ValuesAskedError, match="leave the branch out where no rows change nothing"):
+        trace(Asked(), (torch.randn(4, 3, WIDTH),))
