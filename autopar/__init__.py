@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
     from autopar.sharding.vertex_order import order_vertices
+    from autopar.trace.forms.linear_loss import linear_cross_entropy
     from autopar.trace.forms.linear_scan import scan
     from autopar.updates.rules import every, gossip, server, summed
 
@@ -42,6 +43,7 @@ __all__ = [
     "explain",
     "finish_saves",
     "full",
+    "linear_cross_entropy",
     "gossip",
     "load",
     "load_pretrained",
@@ -73,6 +75,7 @@ _MODULE_OF = {
     "explain": "autopar.api",
     "finish_saves": "autopar.runtime.module.saves",
     "full": "autopar.runtime.module.whole_model",
+    "linear_cross_entropy": "autopar.trace.forms.linear_loss",
     "gossip": "autopar.updates.rules",
     "load": "autopar.runtime.module.saves",
     "load_pretrained": "autopar.runtime.module.pretrained",

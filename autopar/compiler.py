@@ -23,6 +23,7 @@ from autopar.errors import InputError
 from autopar.planning.asked.request import Request
 from autopar.planning.given_plan import check_program
 from autopar.planning.graphs.known_plans import kept, resized
+from autopar.planning.losses import as_planned, other_form
 from autopar.planning.planner import Planner
 from autopar.results.plan.announce import Announcer
 from autopar.results.plan.plan import Plan
@@ -91,13 +92,14 @@ class Compiler(Planner):
             check_undecided(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
-        plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
+        plan = (self.given(traced) if pinned is None else None) or self.kept(traced, known)
         rank, device = dist.get_rank(), self.device()
         if plan is None:
             require_known()
             # Who measures draws; what the user draws next is alike on all ranks.
             with drawing_apart(device):
                 plan = resized(traced.graph, known, self.cluster, request) or self.agree(traced, request)
+        traced = as_planned(traced, plan)
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
@@ -127,6 +129,7 @@ class Compiler(Planner):
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
         if self.plan is None or self.traced is not None:
             return self.plan
+        traced = as_planned(traced, self.plan)
         difference = fingerprint_of(traced.graph).difference(self.plan.graph)
         if difference is None:
             if self.plan_binds:  # it may come from a file
@@ -140,6 +143,11 @@ class Compiler(Planner):
                 remedy="build the model, its inputs and the call as they were planned, or plan anew",
             )
         return None
+
+    def kept(self, traced: Traced, known: Sequence[Plan]) -> Plan | None:
+        """A known plan of the graph, or of it with its losses in pieces, but for numbers."""
+        pieces = other_form(traced.graph, self.request, self.cluster)
+        return kept(traced.graph, known) or (kept(pieces, known) if pieces is not None else None)
 
     def _request(self, pinned: PinnedLayouts | None, *, training: bool, step: bool) -> Request:
         """Request to the search for one kind of call."""
@@ -179,6 +187,7 @@ class Compiler(Planner):
         shorter = self.shorter or self.trace_part(model, args, kwargs, count, staged=True, place=-1)
         if not training:
             shorter = replace(shorter, graph=without_gradients(shorter.graph))
+        shorter = as_planned(shorter, plan)
         check_plan(plan.program, traced.graph, shorter.graph)
         return shorter
 

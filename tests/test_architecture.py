@@ -61,6 +61,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.experts.looped_experts": "patterns of loops over experts, which it rewrites",
     "autopar.trace.rewrites.constant_folding": "patterns of rows picked and placed, which it rewrites",
     "autopar.trace.rewrites.neighbour_sums": "the same",
+    "autopar.trace.rewrites.losses_in_pieces": "patterns of a product and its loss, which it rewrites",
     "autopar.trace.rewrites.row_placements": "the same",
     "autopar.trace.rewrites.routed_products": "patterns of rows sorted and put back, which it rewrites",
     "autopar.trace.write.kept_rows": "forms in which rows of a mask are made, summed and counted",

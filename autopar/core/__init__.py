@@ -21,6 +21,7 @@ force         what a user forces
 program       how inputs lie, how operators run, what is converted
 gathering     when weights in shards are gathered
 recompute     what is recomputed in backward
+loss_pieces   whether a last product and its loss run in pieces of rows
 outputs       how outputs leave a program
 precision     the dtypes of mixed precision
 offload       what waits for backward in the host's memory

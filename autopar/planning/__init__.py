@@ -6,6 +6,7 @@ first_plans       the plans that people run, made in seconds: the rows beside a 
 meshes            which meshes a plan may have
 shares            rows for unlike devices, by their speeds
 mesh_search       the best step on one mesh
+losses            whether losses run in pieces of rows
 known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches
 screening         what numbers of these, and meshes, would take, told from a few that are solved

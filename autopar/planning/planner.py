@@ -23,6 +23,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.deadline import SearchWatch, after, current_watch, left, say, watched
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.loss_pieces import LossPieces
 from autopar.core.uncollected import uncollected
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import (
@@ -39,10 +40,11 @@ from autopar.planning.asked.request import Auto, Request
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
+from autopar.planning.losses import as_planned, decide_form, find_form, other_form
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
-from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish, search
+from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish
 from autopar.planning.training_notes import weight_notes
 from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
@@ -50,6 +52,7 @@ from autopar.trace.call.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.forms.simplify import only_loss
 from autopar.trace.micro_batches import split_batch
+from autopar.trace.rewrites.losses_in_pieces import with_losses_in_pieces
 from costdb.database import Database
 
 STOPPED = "the search was stopped: this is the best plan until then"
@@ -123,14 +126,20 @@ class Planner:
         deadline: float | None = None,
     ) -> Plan:
         """Search, with the cost database open."""
+        budget = budget or Budget(request.measure_seconds)
         with Database.open(self.costdb) as database:
-            try:
-                return search(
+
+            def decided(graph: Graph, cutoff: float) -> MeshDecision:
+                return decide(
                     graph,
                     self.cluster,
                     request,
                     SearchMeans(database, self.progress, co_runners, budget, deadline),
-                ).plan
+                    cutoff=cutoff,
+                )
+
+            try:
+                return finish(decide_form(decided, graph, request, self.cluster)).plan
             except InfeasibleError as error:
                 # What an OverCapError says is sought when it is read, which takes time: it is about memory.
                 short = isinstance(error, OverCapError) or error.least is not None
@@ -152,10 +161,24 @@ class Planner:
         A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
         with self.watched() as watch:
-            return self._pipeline(model, args, kwargs, auto, co_runners, watch.deadline)
+            say("tracing")
+            whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
+            alone = whole if whole.loss is None else only_loss(whole)
 
-    def _pipeline(
+            def find(choice: LossPieces) -> Plan:
+                form = replace(self, request=replace(self.request, loss_pieces=choice))
+                graph = with_losses_in_pieces(whole) if choice is LossPieces.ALL else whole
+                return form.pipeline_of(graph, model, args, kwargs, auto, co_runners, watch.deadline)
+
+            if self.request.loss_pieces is not LossPieces.AUTO:
+                return find(self.request.loss_pieces)
+            return find_form(
+                find, lambda count: other_form(alone, self.request, self.cluster, count) is not None
+            )
+
+    def pipeline_of(
         self,
+        whole: Graph,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -163,10 +186,9 @@ class Planner:
         co_runners: CoRunners | None,
         deadline: float | None,
     ) -> Plan:
+        """The best pipeline of a graph whose losses are in pieces, or are not, as is asked for."""
         ranks, micro_batches, exactly = auto
         budget = Budget(self.request.measure_seconds)
-        say("tracing")
-        whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
         if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, co_runners, budget, deadline=deadline)
@@ -179,7 +201,7 @@ class Planner:
         part_graphs = PartGraphs(partial(_part_graph, parts), parts.as_one, parts.size)
 
         def graph_of(count: int) -> Graph:
-            return only_loss(whole) if count == 1 else part_graphs(count)
+            return self.loss_alone(whole) if count == 1 else part_graphs(count)
 
         at_once = whole if whole.outputs == (whole.loss,) or plain.leaves_parts(whole) else None
 
@@ -324,7 +346,7 @@ class Planner:
         self.measure_links()
 
         plan = agree(lambda co_runners: self.find(traced.graph, request, co_runners), self.cluster)
-        difference = fingerprint_of(traced.graph).difference(plan.graph)
+        difference = fingerprint_of(as_planned(traced, plan).graph).difference(plan.graph)
         if difference is not None:
             raise CheckError(
                 where=f"rank {dist.get_rank()}: {difference.where} of the model",
@@ -371,9 +393,15 @@ class Planner:
             loss_only=self.loss_only,
             static=self.request.static,
             autocast=self.request.autocast(self.cluster),
+            in_pieces=self.request.in_pieces,
         )
         measures = self.request.measure and self.request.imbalance is None
         return with_router_loads(traced, model) if measures else traced
+
+    def loss_alone(self, graph: Graph) -> Graph:
+        """A traced graph with the loss for its only output."""
+        alone = only_loss(graph)
+        return with_losses_in_pieces(alone) if self.request.in_pieces else alone
 
     def parts(
         self,
@@ -384,7 +412,8 @@ class Planner:
     ) -> Parts:
         """The micro-batches of a call, whose graph is `whole` if it is known."""
         call = partial(self.trace_whole, model)
-        return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
+        alone = None if whole is None or whole.loss is None else self.loss_alone(whole)
+        return parts_of(call, args, kwargs, self.request.batch_dims, whole=alone or whole)
 
 
 def _part_graph(parts: Parts, count: int) -> Graph:
@@ -405,7 +434,8 @@ def check_lengths(parts: Parts, plan: Plan) -> None:
     """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
     count = plan.pipeline.micro_batches
     if plan.pipeline.is_staged and parts.size % count:
-        check_plan(plan.program, parts.traced(count).graph, parts.traced(count, -1).graph)
+        longer, shorter = (as_planned(parts.traced(count, place), plan).graph for place in (0, -1))
+        check_plan(plan.program, longer, shorter)
 
 
 def _more_micro_batches(graph: Graph, request: Request) -> str:

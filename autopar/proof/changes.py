@@ -208,9 +208,10 @@ def trace_whole(target: Target, request: Request, autocast: Autocast) -> Traced:
             target.args,
             target.kwargs,
             loss_fn=target.loss_fn,
-            loss_only=False,
+            loss_only=request.in_pieces,  # logits that leave are whole
             static=request.static,
             autocast=autocast,
+            in_pieces=request.in_pieces,
         )
     finally:
         for state, before in states:

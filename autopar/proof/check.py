@@ -289,7 +289,7 @@ def _check_pipeline(
     count = request.micro_batches
     autocast = request.autocast(cluster)
     with recording() as reads:
-        traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
+        traced, shorter = trace_lengths(target, count, request, autocast)
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
@@ -320,7 +320,7 @@ def _check_pipeline(
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
     verdict = judge(ours, copy_model(model), serially, casts, disagreement)
-    whole, _ = trace_lengths(target, 1, None, autocast, request.static)
+    whole, _ = trace_lengths(target, 1, request, autocast)
     graphs = Graphs(whole, traced, shorter)
     low = pipeline_in_low_precision(target, graphs, plan, autocast, steps=steps)
     if count == 1 or (verdict.passed and not random):

@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, InputKind
 from autopar.errors import CheckError
 from autopar.planning.asked.request import Request
-from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
+from autopar.planning.graphs.micro_batch_graphs import parts_of
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verdict import KINDS, Record, Tensors, difference, floor_of
 from autopar.proof.verify import MOMENTUM, RATE, backward, note_outputs, seed
@@ -114,25 +114,32 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def trace_lengths(
-    target: Target, count: int, said: Said | None, autocast: Autocast, static: Sequence[str] = ()
+    target: Target, count: int, request: Request, autocast: Autocast
 ) -> tuple[Traced, Traced | None]:
-    """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
-    are the dims of samples that the user says."""
+    """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static, autocast=autocast)
+        return trace(
+            target.model,
+            args,
+            kwargs,
+            loss_fn=target.loss_fn,
+            static=request.static,
+            autocast=autocast,
+            in_pieces=request.in_pieces,
+        )
 
     if count == 1:
         return whole(target.args, target.kwargs).loss_alone(), None
-    parts = parts_of(whole, target.args, target.kwargs, said)
+    parts = parts_of(whole, target.args, target.kwargs, request.batch_dims)
     return parts.traced(count), parts.traced(count, -1) if parts.size % count else None
 
 
 def _raised(target: Target, job: TrainingJob) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
-        count, asked = job.plan.pipeline.micro_batches, job.request
-        traced, shorter = trace_lengths(target, count, asked.batch_dims, job.autocast, asked.static)
+        count = job.plan.pipeline.micro_batches
+        traced, shorter = trace_lengths(target, count, job.request, job.autocast)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
         traced, shorter = _whole(target, args, kwargs, job), None
@@ -153,9 +160,10 @@ def _whole(target: Target, args: Any, kwargs: Any, job: TrainingJob) -> Traced:
         args,
         kwargs,
         loss_fn=target.loss_fn,
-        loss_only=False,
+        loss_only=job.request.in_pieces,
         static=job.request.static,
         autocast=job.autocast,
+        in_pieces=job.request.in_pieces,
     )
 
 

@@ -407,7 +407,13 @@ class Gathered(Rule):
         return ()
 
 
-LIBRARIES = ("aten", "prims", "autopar", "autopar_graphs")  # torch's and autopar's: backwards are derivatives
+LIBRARIES = (
+    "aten",
+    "prims",
+    "autopar",
+    "autopar_graphs",
+    "autopar_losses",
+)  # torch's and autopar's: backwards are derivatives
 RULES: dict[Any, Rule] = {}
 GATHER = Gathered()
 

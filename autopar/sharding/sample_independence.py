@@ -425,7 +425,7 @@ class SampleFlow:
         is_mean = reduction == MEAN_REDUCTION
         if facts.is_mean or is_mean and not counts_labels(item, self.graph):
             return SampleValue(Role.MEAN, item, scale=scale)
-        known = all(value.given for value in given[1:])
+        known = all(given[place].given for place in _counted(item))
         if not is_mean or scale is not None or not known or self._is_half(item):
             return SampleValue(Role.BENT, item)
         return SampleValue(Role.SUM, item, scale=Scale(item.name, None))
@@ -444,6 +444,12 @@ def counts_labels(item: Operator, graph: Graph) -> bool:
     """Whether the mean of a loss is over labels that aren't ignored, each with the weight of its class."""
     names = [argument.name for argument in schema_of(item.target).arguments]
     return "ignore_index" in names and not may_learn(graph.specs[item.operands[1]].dtype)
+
+
+def _counted(item: Operator) -> tuple[int, ...]:
+    """The operands by which a loss counts its labels: these, and weights of classes."""
+    names = [argument.name for argument in schema_of(item.target).arguments]
+    return tuple(range(1, len(item.operands))) if "weight" in names else (1,)
 
 
 def ancestors(graph: Graph, *results: str | None) -> set[str]:

@@ -52,6 +52,7 @@ from autopar.trace.reads.attribute_reads import current
 from autopar.trace.rewrites.constant_folding import folded
 from autopar.trace.rewrites.grouped_heads import with_grouped_heads
 from autopar.trace.rewrites.known_masks import with_known_masks
+from autopar.trace.rewrites.losses_in_pieces import with_losses_in_pieces
 from autopar.trace.rewrites.routed_products import with_routed_products
 from autopar.trace.state.eager_answers import NOTE, Answers
 from autopar.trace.state.module_state import (
@@ -96,13 +97,19 @@ class Traced:
     evaluates: bool = False  # whether integers of constants were evaluated
     asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
     once: tuple[str, ...] = ()  # what forward has changed outside of the model
+    in_pieces: bool = False  # whether last products and their losses are
 
     def loss_alone(self) -> Traced:
         """A copy with the loss for its only output, as a step by `train_step` has it.
 
         Raises InputError if there is none.
         """
-        return replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
+        alone = replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
+        return alone.with_pieces() if self.in_pieces else alone
+
+    def with_pieces(self) -> Traced:
+        """A copy whose last products and their losses are in pieces."""
+        return replace(self, graph=with_losses_in_pieces(self.graph), in_pieces=True)
 
 
 @uncollected()
@@ -116,6 +123,7 @@ def trace(
     loss_only: bool = True,
     static: Sequence[str] = (),
     autocast: Autocast | None = None,
+    in_pieces: bool = False,
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
@@ -123,7 +131,7 @@ def trace(
     leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph, and so
     is structure: what is named `static`, and edge lists.
     `autocast` is the state around the call, for the kind of device that the program runs on; without it the
-    state that CPUs are in now.
+    state that CPUs are in now. `in_pieces` are losses whose logits nobody else reads, if it is true.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
@@ -160,7 +168,7 @@ def trace(
         again = trace_as(structure=traced.structure, evaluates=traced.evaluates)
         if fingerprint_of(again.graph) != fingerprint_of(traced.graph):
             raise _does_otherwise(traced.once[0])
-    return traced
+    return traced.with_pieces() if in_pieces else traced
 
 
 def _does_otherwise(where: str) -> TraceError:

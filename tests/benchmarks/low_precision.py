@@ -109,8 +109,8 @@ def _compared(target: Target, request: Request, steps: int) -> LowPrecision | No
         traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, autocast=autocast)
         plan = search(traced.graph, CLUSTER, request).plan
         return program_in_low_precision(target, traced, plan, autocast, steps=steps)
-    whole, _ = trace_lengths(target, 1, None, autocast)
-    graphs = Graphs(whole, *trace_lengths(target, request.micro_batches, None, autocast))
+    whole, _ = trace_lengths(target, 1, request, autocast)
+    graphs = Graphs(whole, *trace_lengths(target, request.micro_batches, request, autocast))
     plan = search(graphs.first.graph, CLUSTER, request).plan
     return pipeline_in_low_precision(target, graphs, plan, autocast, steps=steps)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, g
 
 from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
+from autopar.core.loss_pieces import LossPieces
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.outputs import Outputs
@@ -300,6 +301,18 @@ class PlacementOptions(TypedDict, total=False):
             "as it takes to meet the cap, where that is faster than other ways to meet it.",
         ),
     ]
+    loss_pieces: Annotated[
+        str | None,
+        OptionSpec(
+            metavar="none|all|auto",
+            default=AUTO,
+            types=(object,),
+            read=partial(read_choice, "--loss-pieces", LossPieces),
+            help="Losses of a last product, in pieces of rows; auto: where a memory cap asks.",
+            more="In pieces logits are never whole, unless the model returns them, and gradients are found "
+            "in forward; with auto they are where that is faster than other ways to meet the cap.",
+        ),
+    ]
     offload: Annotated[
         str | None,
         OptionSpec(
@@ -417,6 +430,7 @@ NARROWING = (
     "micro_batches",
     "schedule",
     "recompute",
+    "loss_pieces",
     "offload",
     "shard_state",
 )  # leave the search less to choose

@@ -14,6 +14,7 @@ from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph
+from autopar.core.loss_pieces import LossPieces
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.outputs import Outputs
@@ -74,6 +75,7 @@ class Request:
     static: tuple[str, ...] = ()  # arguments and buffers that are structure, where the user says so
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
+    loss_pieces: LossPieces = LossPieces.AUTO
     offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
     dtype: Precision = Precision.FP32  # what calls compute in that aren't under autocast themselves
@@ -88,6 +90,11 @@ class Request:
         """The state of autocast around calls: the caller's where that casts."""
         now = Autocast.now(cluster.device_type)
         return now if now.dtype is not None else Autocast.of(cluster.device_type, self.dtype)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether graphs are traced with their losses in pieces."""
+        return self.loss_pieces is LossPieces.ALL
 
     def cap(self, cluster: ClusterSpec) -> int | None:
         """Bytes of a device that a plan may take, None where nobody says."""
@@ -161,6 +168,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         optimizer=state_of(values["optimizer"]),
         schedule=values["schedule"],
         recompute=values["recompute"],
+        loss_pieces=values["loss_pieces"],
         offload=values["offload"],
         shard_state=values["shard_state"],
         dtype=values["dtype"],

@@ -186,7 +186,7 @@ def parts_of(
     Raises InputError for dims that the call doesn't have, and for a model without a loss.
     """
     call = flatten_arguments(args, kwargs)
-    graph = only_loss(trace(args, kwargs).graph if whole is None else whole)
+    graph = trace(args, kwargs).loss_alone().graph if whole is None else only_loss(whole)
     dims = dims_of(graph, Mesh((1,)))
     if said is None:
         flow, obstacle = find_batch(graph, dims)

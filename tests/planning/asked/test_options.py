@@ -15,6 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.core.force import Parallelism
 from autopar.core.gathering import ShardState
+from autopar.core.loss_pieces import LossPieces
 from autopar.core.offload import Offload
 from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
@@ -31,6 +32,7 @@ NAMES = {  # of the options that are one of some names
     "force": [*KINDS, "sequence", "pipeline"],
     "schedule": [*(kind.value for kind in ScheduleKind), "auto"],
     "recompute": [choice.value for choice in Recompute],
+    "loss_pieces": [choice.value for choice in LossPieces],
     "offload": [choice.value for choice in Offload],
     "shard_state": [level.value for level in ShardState],
     "optimizer": [*OPTIMIZERS],

@@ -1,0 +1,90 @@
+"""Whether a step's last product and its loss run in pieces, where the planner chooses.
+
+    whole logits ── fit as the fastest step has them ────────────────── whole
+         └───────── slower for want of memory, or nothing fits ── in pieces, if that is faster
+
+The second search begins only where pieces spare a part of the cap that matters, on a device, of a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Graph
+from autopar.core.loss_pieces import LossPieces
+from autopar.errors import InfeasibleError, SolverError
+from autopar.planning.asked.request import Request
+from autopar.planning.search import MeshDecision
+from autopar.results.plan.plan import Plan
+from autopar.trace.export import Traced
+from autopar.trace.rewrites.losses_in_pieces import with_losses_in_pieces
+
+LEAST_SPARED = 0.05  # of the cap: less changes a plan by less than predictions are off
+
+
+def other_form(graph: Graph, request: Request, cluster: ClusterSpec, micro_batches: int = 1) -> Graph | None:
+    """The graph with its losses in pieces, where the planner may choose that; None where it spares little.
+
+    `graph` is that of all the `micro_batches`.
+    """
+    cap = request.cap(cluster)
+    if request.loss_pieces is not LossPieces.AUTO or request.pins or cap is None:
+        return None
+    pieces = with_losses_in_pieces(graph)
+    spared = sum(graph.specs[name].nbytes for name in graph.specs.keys() - pieces.specs.keys())
+    return pieces if spared / (cluster.num_devices * micro_batches) > LEAST_SPARED * cap else None
+
+
+def decide_form(
+    decide: Callable[[Graph, float], MeshDecision], graph: Graph, request: Request, cluster: ClusterSpec
+) -> MeshDecision:
+    """What is decided for a graph, or for it with losses in pieces where memory slows the former down.
+
+    `decide` takes the seconds that a step has to beat. Raises what it raises for the form that needs less.
+    """
+    pieces = other_form(graph, request, cluster.stage(request.pipeline_ranks))
+    if pieces is None:
+        return decide(graph, math.inf)
+    try:
+        whole = decide(graph, math.inf)
+    except InfeasibleError:
+        return decide(pieces, math.inf)
+    if whole.unhindered:
+        return whole
+    try:
+        other = decide(pieces, whole.step.seconds)
+    except (InfeasibleError, SolverError):
+        return whole
+    return other if other.step.seconds < whole.step.seconds else whole
+
+
+def find_form(find: Callable[[LossPieces], Plan], is_other: Callable[[int], bool]) -> Plan:
+    """The plan that is found with whole logits, or in pieces where memory slows the former down.
+
+    `is_other` says whether pieces spare something that matters of so many micro-batches.
+    """
+    if not is_other(1):
+        return find(LossPieces.NONE)
+    try:
+        whole = find(LossPieces.NONE)
+    except InfeasibleError:
+        return find(LossPieces.ALL)
+    slowed = whole.program.recompute or whole.program.offload or whole.pipeline.micro_batches > 1
+    if not slowed or not is_other(whole.pipeline.micro_batches):
+        return whole
+    try:
+        other = find(LossPieces.ALL)
+    except (InfeasibleError, SolverError):
+        return whole
+    return other if other.step_seconds < whole.step_seconds else whole
+
+
+def as_planned(traced: Traced, plan: Plan) -> Traced:
+    """The graph whose operators a plan decides on: as it was traced, or with its losses in pieces."""
+    pieces = with_losses_in_pieces(traced.graph)
+    names = {item.name for item in pieces.operators}
+    return replace(traced, graph=pieces) if names == plan.program.strategies.keys() else traced

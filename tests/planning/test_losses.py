@@ -1,0 +1,107 @@
+"""Losses run in pieces where a memory cap asks for it, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InfeasibleError
+from autopar.results.plan.plan import Plan
+from tests.pool import Pool
+
+WORDS, WIDTH = 512, 32
+ROOMY, TIGHT = 20_000_000, 4_000_000  # bytes: logits, and what a loss makes of them, are 12 MB on each of two
+ONE_STEP = {"stages": 1, "micro_batches": 1}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.inner(self.embedding(tokens)).tanh())
+        return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+
+
+def case() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, WORDS, (16, 256))
+    labels[:5, 30:] = -100  # more on one rank than on the other
+    return Model(), (torch.randint(0, WORDS, (16, 256)), labels)
+
+
+def planned(**options: Any) -> Plan:
+    model, batch = case()
+    cluster, asked = autopar.ClusterSpec.local(2), {"measure": False, "optimizer": "sgd", **options}
+    return autopar.plan(model, cluster, batch, **asked)
+
+
+def is_in_pieces(plan: Plan) -> bool:
+    return any("linear_cross_entropy" in layer.op for layer in plan.layers)
+
+
+@pytest.mark.parametrize("options", [ONE_STEP, {}], ids=["one step", "any"])
+def test_pieces_are_chosen_where_whole_logits_are_slower_under_a_cap(options: dict[str, Any]) -> None:
+    free, tight = planned(memory=ROOMY, **options), planned(memory=TIGHT, **options)
+    assert not is_in_pieces(free) and is_in_pieces(tight)
+    assert tight.peak_bytes <= TIGHT < free.peak_bytes
+    if options:
+        with pytest.raises(InfeasibleError, match="memory cap"):
+            planned(memory=TIGHT, loss_pieces="none", **options)
+    else:
+        other = planned(memory=TIGHT, loss_pieces="none")
+        assert other.pipeline.micro_batches > 1 and tight.step_seconds < other.step_seconds
+
+
+def test_pieces_are_taken_by_the_users_word() -> None:
+    assert is_in_pieces(planned(loss_pieces="all"))
+    assert not is_in_pieces(planned(loss_pieces="none"))
+
+
+def _trained(path: str | None) -> tuple[bool, list[Tensor], list[Tensor]]:
+    """Whether the plan has pieces; losses and parameters of two steps, the serial model's and ours."""
+    model, batch = case()
+    serial = case()[0].double()
+    model = model.double()
+    plan = {"plan": path} if path else {"measure": False, "quiet": True, "memory": 2 * TIGHT}
+    ours = autopar.parallelize(model, autopar.ClusterSpec.local(2), batch, **plan)  # type: ignore[arg-type]
+    results = []
+    for net in (serial, ours):
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = net(*batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        pieces = net is ours and is_in_pieces(ours.plan)  # of training
+        with torch.no_grad():
+            losses.append(net.eval()(*batch))
+        net.train()
+        results.append([*losses, *net.state_dict().values()])
+    return pieces, results[0], results[1]
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["searched", "from a file"])
+def test_what_runs_in_pieces_is_the_serial_model(
+    saved: bool, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    path = None
+    if saved:
+        model, batch = case()
+        cluster, path = autopar.ClusterSpec.local(2), str(tmp_path / "plan.json")
+        asked: dict[str, Any] = {"measure": False, "memory": 2 * TIGHT, **ONE_STEP}
+        autopar.plan(model.double(), cluster, batch, **asked).save(path)
+    for pieces, serial, ours in pools(2).run(_trained, path):
+        assert pieces
+        for one, other in zip(serial, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
