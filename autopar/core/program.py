@@ -25,7 +25,8 @@ class Program:
     `gatherings` says when weights, or their casts, by name, are gathered that are stored in shards; those
     that it leaves out are kept from forward to backward. `offload` are tensors that wait for backward in host
     memory, in the order in which it needs them, the last one first; no part that is recomputed takes or makes
-    one. `reduce` is what gradients of cast weights are summed in.
+    one. `reduce` is what gradients of cast weights are summed in. `together` are groups of weights that one
+    exchange gathers, at the first use of any, as another does their gradients; each has no move but that.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class Program:
     gatherings: Mapping[str, Gathering] = field(default_factory=dict)
     offload: tuple[OffloadedTensor, ...] = ()
     reduce: Precision = Precision.FP32
+    together: tuple[tuple[str, ...], ...] = ()
 
     def gathering(self, name: str) -> Gathering:
         """Moment at which the weight is gathered."""

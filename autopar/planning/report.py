@@ -66,7 +66,12 @@ def report(
             for move in program.moves.get(name, ()):
                 if (name, move) not in paid:
                     paid.add((name, move))
-                    moves += (prices.gradient_sync if name in weights else prices.move)(name, move)
+                    grouped = priced.grouped_seconds.get((name, move.target))
+                    moves += (
+                        sum(grouped)
+                        if grouped
+                        else (prices.gradient_sync if name in weights else prices.move)(name, move)
+                    )
         layers.append(
             Layer(
                 name=item.name,

@@ -58,7 +58,7 @@ def gather_seconds(priced: PricedProgram) -> float:
     found = sum(each.seconds for each in regathers(priced))
     for value in priced.values.of.values():
         if value.move is not None and value.name in parameters and not value.leads:
-            found += sum(move_seconds(priced.prices, value, name_is_weight=True))
+            found += sum(move_seconds(priced, value, name_is_weight=True))
     return found
 
 

@@ -39,12 +39,13 @@ from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.program.solution import CutoffError, Solution
-from autopar.solve.stages.step import Step
+from autopar.solve.stages.step import Step, gathering_together
 from autopar.units import show_bytes, show_seconds
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
 LITTLE = 5e-3  # of a step: no other mesh of a long graph is solved to the end for less
+ALONE = "that gathers weights one by one"  # as all do that are searched; groups are made of the best
 RUNNERS_UP = 2  # pure strategies whose operators are measured beside the winner's
 
 
@@ -180,6 +181,7 @@ def _finished(decision: MeshDecision) -> FoundPlan:
         rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     if (unlike := mixed.passed) and step.seconds > unlike.seconds:
         rows.append(promise("unlike blocks", unlike.seconds, unlike.peak_bytes, step.seconds))
+    step = gathering_together(step, problem.cap, request.micro_batches)
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
@@ -190,7 +192,7 @@ def beside(plan: Plan, decision: MeshDecision) -> Plan:
     """The plan with what is known of others beside it."""
     return dataclasses.replace(
         plan,
-        scope=decision.scope,
+        scope=" ".join(filter(None, (decision.scope, ALONE if plan.program.together else ""))),
         notes=(*plan.notes, *decision.notes),
         alternatives=(*plan.alternatives, *(decision.passed if decision.request.alternatives else ())),
     )

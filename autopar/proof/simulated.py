@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import CheckError, RuleError
+from autopar.runtime.collectives.grouped_moves import TOGETHER
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
@@ -26,8 +27,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
 
 
-def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
-    """The results of the registered operator `target` on all ranks of one group.
+def simulate(target: Any, calls: Sequence[Call]) -> list[Any]:
+    """The results of the registered operator `target` on all ranks of one group: tensors, or lists of them.
 
     `calls` are the ranks' positional and keyword arguments, in group order.
     """
@@ -89,7 +90,7 @@ class _Typed(torch.autograd.Function):
         return (None, None, *simulate(back, calls))
 
 
-def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Tensor]:
+def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Any]:
     """Like `simulate`, with gradients as programs carry them: a Replicate result is seeded with its
     whole gradient on every rank, and every rank's gradient of a Replicate tensor is whole.
 
@@ -319,7 +320,17 @@ def _copy(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
+def _gather_together(ranks: Sequence[Arguments]) -> list[Any]:
+    """What each weight of a list is when it is gathered by itself."""
+    one, count = ranks[0], len(ranks)
+    fulls = [
+        _join([rank["xs"][index] for rank in ranks], dim, blocks)
+        for index, (dim, blocks) in enumerate(zip(one["dims"], one["blocks"], strict=True))
+    ]
+    return [fulls] * count
+
+
+MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "p_to_r": _sum_everywhere,
     "p_to_b": _sum_everywhere,
     "r_to_b": _unchanged,
@@ -355,6 +366,11 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "travel": _travel,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
+    **{
+        "s_to_b" + ending + TOGETHER + suffix: _gather_together
+        for ending in ("", *SUMMED.values())
+        for suffix in ("", REGATHER)
+    },
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all
     **{WAIT + name: _waited for name in HALVED},
 }

@@ -129,6 +129,21 @@ class GraphEmitter:
         )
         return node
 
+    def collective_of_list(
+        self, target: Any, args: Sequence[Any], shapes: Sequence[Sequence[int]]
+    ) -> tuple[fx.Node, ...]:
+        """A collective that takes a list of tensors first, and gives one of these shapes for each."""
+        node = self.graph.call_function(target, tuple(args))
+        parts = []
+        for index, (operand, shape) in enumerate(zip(args[0], shapes, strict=True)):
+            part = self.graph.call_function(operator.getitem, (node, index))
+            like = self.meta[operand]
+            self.meta[part] = torch.empty(
+                tuple(shape), dtype=like.dtype, device=_META, requires_grad=like.requires_grad
+            )
+            parts.append(part)
+        return tuple(parts)
+
     def shape(self, value: fx.Node) -> tuple[int, ...]:
         return tuple(self.meta[value].shape)
 

@@ -23,6 +23,7 @@ from autopar.core.precision import Precision
 from autopar.core.program import Program
 from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.collectives.grouped_moves import TOGETHER
 from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
 from autopar.runtime.saved.offload import offload
 from autopar.runtime.saved.regather import REGATHER
@@ -95,6 +96,7 @@ class _RankWriter:
             (name, self.canonical(name, layout)): number
             for number, (name, layout) in enumerate(program.offload)
         }
+        self.together = {name: names for names in program.together for name in names}
 
     def write(self) -> None:
         for item in self.graph.inputs:
@@ -187,12 +189,11 @@ class _RankWriter:
         return self.values[key]
 
     def convert(self, name: str, move: Move) -> fx.Node:
+        if name in self.together and gathers(move):
+            return self.gather_together(self.together[name])[name]
         source = self.value(name, move.source)
-        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
-        operator = effect(move).name + self.summing(name, move) + REGATHER * regather
-        target = getattr(torch.ops.autopar, operator).default
-        key = self.dims.mesh.key(move.axes)
-        args: list[object] = [source, key]
+        target = getattr(torch.ops.autopar, self.operator_of(name, move)).default
+        args: list[object] = [source, self.dims.mesh.key(move.axes)]
         before, after = move.placements
         for placement, layout in ((before, move.source), (after, move.target)):
             if isinstance(placement, Shard):
@@ -200,6 +201,33 @@ class _RankWriter:
                 args += [placement.dim, blocks, list(sizes)]
         shape = self.dims.local_shape(name, move.target, self.coordinate)
         return self.emitter.collective(target, args, shape)
+
+    def gather_together(self, names: Sequence[str]) -> dict[str, fx.Node]:
+        """Weights that one exchange gathers, each remembered in its new layout."""
+        moves = {name: next(filter(gathers, self.program.moves[name])) for name in names}
+        sources = [self.value(name, move.source) for name, move in moves.items()]
+        dims, blocks, sizes = [], [], list[int]()
+        for name, move in moves.items():
+            shard = move.placements[0]
+            assert isinstance(shard, Shard)
+            count, own = self.dims.split(name, shard, move.source, move.axis, self.coordinate)
+            dims.append(shard.dim)
+            blocks.append(count)
+            sizes += own
+        first, move = next(iter(moves.items()))
+        target = getattr(torch.ops.autopar, self.operator_of(first, move, TOGETHER)).default
+        args = [sources, self.dims.mesh.key(move.axes), dims, blocks, sizes]
+        shapes = [self.dims.local_shape(name, move.target, self.coordinate) for name, move in moves.items()]
+        nodes = dict(zip(names, self.emitter.collective_of_list(target, args, shapes), strict=True))
+        for name, node in nodes.items():
+            self.keep((name, self.canonical(name, moves[name].target)), node)
+        return nodes
+
+    def operator_of(self, name: str, move: Move, together: str = "") -> str:
+        """The registered operator of a move, or of the group that makes it."""
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
+        word = "s_to_b" if together else effect(move).name
+        return word + self.summing(name, move) + together + REGATHER * regather
 
     def summing(self, name: str, move: Move) -> str:
         """Suffix of a move's name if it sums gradients in a dtype other than the tensor's; "" if not."""

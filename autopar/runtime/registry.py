@@ -120,6 +120,50 @@ def _differentiable(
     return run
 
 
+def functional_of_list(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    *,
+    shape: Callable[..., Any],
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Like `functional`, of an operator that takes a list of tensors first and gives another. Its backward
+    gets None for results without a gradient."""
+    define(name, schema, kernel, shape=shape)
+    keep_order(name, schema, kernel, shape=shape)
+    overload, slope = operator(name), backward or _refusal(name)
+
+    def below(xs: list[Any], *rest: Any) -> Any:
+        with below_autograd():
+            is_plain = all(map(_is_real, xs)) and not _has_notes(xs)
+            return kernel(xs, *rest) if is_plain else overload(xs, *rest)
+
+    class DifferentiableList(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rest: tuple[Any, ...], *xs: Any) -> Any:
+            ctx.set_materialize_grads(False)  # what backward doesn't come to has none
+            results = below(list(xs), *rest)
+            if setup is not None:
+                setup(ctx, (xs, *rest), results)
+            return tuple(results)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (None, *slope(ctx, *gradients))
+
+    apply: Any = DifferentiableList.apply  # ships without types
+
+    def run(xs: list[Any], *rest: Any) -> Any:
+        if torch.is_grad_enabled() and any_requires_grad(*xs):
+            return list(apply(rest, *xs))
+        return below(xs, *rest)
+
+    _library.impl(name, run, "Autograd")
+    setattr(overload, EAGER, _unless_profiled(run, overload))
+
+
 def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., Any]:
     """Like `run`; through the dispatcher while a profiler notes what goes there."""
 
@@ -205,7 +249,14 @@ def _twin(name: str, known: _Kernel) -> Any:
         lambda *args: known.kernel(*args[:-1]),
         shape=lambda *args: known.shape(*args[:-1]),
     )
+    if given != "Tensor":  # of those that write, torch's compiler takes a list's only with such a kernel
+        _library.impl(name + _IN_TURN, _past_functions, "Functionalize")
     return operator(name + _IN_TURN)
+
+
+def _past_functions(*_: Any) -> Any:
+    """Never called: twins take their places when all else is functional."""
+    raise AssertionError("a twin in a graph that is being made functional")
 
 
 def define(

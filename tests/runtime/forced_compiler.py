@@ -58,6 +58,7 @@ class ForcedCompiler(compiler.Compiler):
     pipeline: Pipeline = Pipeline()
     gathering: Gathering | None = None
     recompute: bool = False  # all but the last operator, the loss
+    together: bool = False  # groups of weights are gathered at once
     offload: bool = False  # all that one stage makes and reads, but what backward reads first
     keeps: bool = False  # a plan for graphs that differ from its own in numbers alone, as the search's are
     graphs: list[Graph] = field(default_factory=list)
@@ -89,6 +90,9 @@ class ForcedCompiler(compiler.Compiler):
             items = movable(PricedProgram(prices, program))[:-1]
             own = (item for item in items if bisect(starts, item.maker) == bisect(starts, item.needed - 1))
             program = replace(program, offload=tuple(item.tensor for item in own))
+        if self.together:
+            prices = Prices(graph, dims, self.cluster, ROUGH)
+            program = PricedProgram(prices, program).gathered_together(None).program
         pipeline = replace(self.pipeline, starts=starts)
         if request.pipeline_ranks == 1:
             pipeline = Pipeline(micro_batches=request.micro_batches)
@@ -104,6 +108,7 @@ def forced_compiler(
     loss_fn: LossFunction | None = None,
     gathering: Gathering | None = None,
     recompute: bool = False,
+    together: bool = False,
     offload: bool = False,
     keeps: bool = False,
 ) -> ForcedCompiler:
@@ -123,6 +128,7 @@ def forced_compiler(
         pipeline=pipeline,
         gathering=gathering,
         recompute=recompute,
+        together=together,
         offload=offload,
         keeps=keeps,
     )

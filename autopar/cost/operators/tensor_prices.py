@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -291,6 +291,22 @@ class TensorPrices:
         """Seconds of a gradient's copy into a bucket, of which it has a `share`; a GPU makes all at once."""
         launches = 1.0 if self.device.kind == "cpu" else share
         return launches * self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
+
+    def together(self, moves: Mapping[str, Move]) -> dict[str, tuple[float, float]]:
+        """Seconds of weights' gathers as one, forward and backward, by the share of each: one latency, and
+        copies side by side."""
+        sizes = {name: self.local_bytes(name, move.target) for name, move in moves.items()}
+        first, total = next(iter(moves)), sum(sizes.values())
+        axes, fresh = self._exchanges.alike(moves[first].axes), self._fresh(total)
+        ahead = fresh + self._exchanges.action(MoveAction.ALL_GATHER, total, axes)
+        wide = round(self.widening(first) * total)
+        back = fresh + self._exchanges.action(MoveAction.REDUCE_SCATTER, wide, axes)
+        found = {}
+        for name, nbytes in sizes.items():
+            share = nbytes / total if total else 0.0
+            laid = self._laid_together(nbytes, share)
+            found[name] = share * ahead + laid, (share * back + laid) * self._requires_grad(name)
+        return found
 
     # -- state ----------------------------------------------------------------------------------------
 

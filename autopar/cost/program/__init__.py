@@ -14,6 +14,7 @@ moments          what one device does and holds, over time
 recompute        operators that are recomputed in backward
 offload          tensors that wait in the host's memory
 gathering        weights that are stored in shards
+grouped_gathers   which of them one exchange gathers
 host             what a GPU's host takes to call operators
 early            what starts early, and hides behind compute
 """

@@ -45,7 +45,7 @@ def regathers(priced: PricedProgram) -> Iterator[Regather]:
                 requires_grad = priced.graph.specs[name].requires_grad
                 value = values.of[name, canonical(layout, differentiable=requires_grad)]
                 seconds = sum(
-                    prices.move_parts(name, each.move)[0]
+                    priced.move_parts(each)[0]
                     for each in _path(value, values)
                     if each.move is not None and gathers(each.move)
                 )

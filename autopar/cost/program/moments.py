@@ -58,7 +58,7 @@ def moments(priced: PricedProgram) -> tuple[Moment, ...]:
 def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
     """Seconds of a micro-batch by phase and operator, without those that hide; conversions are those of the
     first operator that takes them."""
-    prices, found = priced.prices, defaultdict[Key, float](float)
+    found = defaultdict[Key, float](float)
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
     for place, price in enumerate(priced.operator_prices):
         found[Phase.FORWARD, place] += price.forward
@@ -66,7 +66,7 @@ def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
     for value in priced.values.of.values():
         if value.move is None or value.leads:
             continue
-        before, after = move_seconds(prices, value, name_is_weight=value.name in weights)
+        before, after = move_seconds(priced, value, name_is_weight=value.name in weights)
         place = priced.place_of(value)
         found[Phase.FORWARD, place] += before
         found[Phase.BACKWARD, place] += after

@@ -281,6 +281,13 @@ class Replay:
     # -- backward ---------------------------------------------------------------------------------
 
     def backward(self) -> None:
+        again = {number for part in self.parts for number in part.calls}
+        self.regathers = Counter(
+            root
+            for number, call in enumerate(self.calls)
+            if number not in again
+            for root in call.memory.saves & self.tape.gathered
+        )
         firsts: dict[int, list[Weight]] = {self.first_use(weight): [] for weight in self.tape.weights}
         for weight in self.tape.weights:
             firsts[self.first_use(weight)].append(weight)
@@ -360,7 +367,7 @@ class Replay:
             self.host.read(number)
         gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
-            self.heap.hold(("gathered", root), self.tape.nbytes[root])
+            self.regather(root)
         made = []
         for item in call.memory.gradients if incoming else ():
             if item.alias is None:
@@ -370,7 +377,9 @@ class Replay:
                 made.append((item.value, incoming[item.alias]))
         self.note(call.place, call.memory.backward_scratch if incoming else 0)
         for root in gathered:
-            self.heap.drop(("gathered", root))
+            self.regathers[root] -= 1
+            if root not in self.tape.together or not self.regathers[root]:
+                self.heap.drop(("gathered", root))
         if part is None:
             for root in call.memory.saves - self.tape.gathered:
                 (self.host if root in self.host else self.saved).release(root)
@@ -382,6 +391,14 @@ class Replay:
         for value, key in made:
             self.add(value, key)
         self.note(call.place)
+
+    def regather(self, root: int) -> None:
+        """Have a weight there, with all that are to be of its group; those last until their last use."""
+        for each in self.tape.together.get(root, (root,)):
+            if each == root or self.regathers[each]:
+                key = "gathered", each
+                if not (each in self.tape.together and self.heap.holds[key]):
+                    self.heap.hold(key, self.tape.nbytes[each])
 
     def forget_recomputed(self, number: int) -> None:
         """Free what a recomputed call has saved."""

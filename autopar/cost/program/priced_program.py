@@ -6,15 +6,18 @@ PricedProgram(prices, program)  ->  values  ->  tape  ->  peak
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.offload import OffloadedTensor
+from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.cost.operators.price import Price
 from autopar.cost.operators.prices import Prices
+from autopar.cost.program.grouped_gathers import gathered_together, grouped_seconds
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import StepCost, step_cost
 from autopar.cost.program.tape import Tape, record
@@ -49,6 +52,18 @@ class PricedProgram:
         if self.base:
             return self.base.values
         return find_values(self.graph, self.program, training=self.prices.training)
+
+    @cached_property
+    def grouped_seconds(self) -> Mapping[tuple[str, Layout], tuple[float, float]]:
+        """Seconds of gathers that are made in groups, forward and backward, by what they give."""
+        return grouped_seconds(self)
+
+    def move_parts(self, value: Value) -> tuple[float, float]:
+        """Seconds of the conversion that makes a value, forward and backward, if it is made in each
+        micro-batch."""
+        assert value.move is not None
+        grouped = self.grouped_seconds.get((value.name, value.layout))
+        return grouped or self.prices.move_parts(value.name, value.move)
 
     def place_of(self, value: Value) -> int:
         """The operator at which a conversion is made: the first that takes it, else the last of the graph."""
@@ -103,6 +118,10 @@ class PricedProgram:
     def plain(self) -> PricedProgram:
         """The program without remedies: nothing is recomputed, nothing offloaded."""
         return self.remedied(recompute=(), offload=())
+
+    def gathered_together(self, cap: int | None) -> PricedProgram:
+        """The program with weights that are gathered in groups, as far as `cap` bytes allow."""
+        return gathered_together(self, cap)
 
     def remedied(
         self,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from autopar.convert.moves import effect
 from autopar.core.graph import InputKind
 from autopar.core.move import Move
-from autopar.cost.operators.prices import Prices
 from autopar.cost.program.early import early_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.host import host_seconds
@@ -83,7 +82,7 @@ def step_cost(priced: PricedProgram) -> StepCost:
             sync += seconds
             summed += seconds if is_bucketed(value.move) else 0.0
         else:
-            before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
+            before, after = move_seconds(priced, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
     backward += recompute_seconds(priced)
     waits = wait_seconds(priced)
@@ -108,10 +107,10 @@ def is_bucketed(move: Move) -> bool:
     return effect(move).name == "r_to_b"
 
 
-def move_seconds(prices: Prices, value: Value, *, name_is_weight: bool) -> tuple[float, float]:
+def move_seconds(priced: PricedProgram, value: Value, *, name_is_weight: bool) -> tuple[float, float]:
     """Seconds of the conversion that makes a value, forward and backward, for one micro-batch."""
     assert value.move is not None
-    before, after = prices.move_parts(value.name, value.move)
-    if name_is_weight:
-        after = prices.gradient_sync(value.name, value.move) - before
+    before, after = priced.move_parts(value)
+    if name_is_weight and is_bucketed(value.move):
+        after = priced.prices.gradient_sync(value.name, value.move) - before
     return before, after

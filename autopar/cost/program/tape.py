@@ -88,6 +88,7 @@ class Tape:
     losses: tuple[int, ...]  # the outputs that backward begins with: the loss, or all if there is none
     weights: tuple[Weight, ...]
     gathered: frozenset[int]  # roots that backward regathers
+    together: Mapping[int, tuple[int, ...]]  # of those that it regathers by one exchange all of a group's
     copies: int  # bytes of what is gathered once a step, and of its gradients
     made: Mapping[int, StorageOrigin]  # by root, without what operators alone know
 
@@ -115,6 +116,8 @@ class _Recorder:
         for name, move in self.deferred:
             self.deferred_of.setdefault(name, []).append(move)
         self.gathered: set[int] = set()
+        self.together = {name: names for names in self.program.together for name in names}
+        self.regathered_together: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, StorageOrigin] = {}
         self.inputs = {item.name for item in self.graph.inputs}
         self.given: set[int] = set()  # their values
@@ -161,6 +164,7 @@ class _Recorder:
                 if item.kind is InputKind.PARAMETER and item.spec.requires_grad and self.prices.training
             ),
             gathered=frozenset(self.gathered),
+            together=self.regathered_together,
             copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
             made=self.made,
         )
@@ -237,8 +241,36 @@ class _Recorder:
         """Convert a tensor to `layout`, at most once."""
         key = name, self.tidy(name, layout)
         if key not in self.value:
-            self.value[key] = self.convert(name, self.moves[key], place)
+            if name in self.together and gathers(self.moves[key]):
+                self.gather_together(self.together[name], place)
+            else:
+                self.value[key] = self.convert(name, self.moves[key], place)
         return self.value[key]
+
+    def gather_together(self, names: Sequence[str], place: int) -> None:
+        """Add the one call that gathers a group of weights."""
+        begun = len(self.calls)
+        for name in names:
+            (move,) = self.program.moves[name]
+            self.value[name, self.tidy(name, move.target)] = self.convert(name, move, place)
+        each = [call.memory for call in self.calls[begun:]]
+        del self.calls[begun:]
+        gives = tuple(item for call in each for item in call.gives)
+        self.add(
+            place,
+            CallMemory(
+                takes=tuple(value for call in each for value in call.takes),
+                gives=gives,
+                saves=frozenset(),
+                own=0,
+                gradients=tuple(item for call in each for item in call.gradients),
+                repeats=all(call.repeats for call in each),
+                backward_scratch=sum(call.backward_scratch for call in each),
+            ),
+        )
+        roots = tuple(item.value for item in gives)
+        if self.gathered.issuperset(roots):
+            self.regathered_together |= dict.fromkeys(roots, roots)
 
     def convert(self, name: str, move: Move, place: int) -> int:
         source = self.converted(name, move.source, place)

@@ -250,7 +250,7 @@ class _Seconds:
         for value in values.of.values():
             if value.move is not None and not value.leads:
                 weight = value.name in parameters
-                before, after = move_seconds(self.priced.prices, value, name_is_weight=weight)
+                before, after = move_seconds(self.priced, value, name_is_weight=weight)
                 users = value.carriers if value.free else (value.maker,)
                 self.add(users, before, *((0.0, after) if weight else (after, 0.0)))
         for place, until, seconds in repeated(self.priced):

@@ -1,7 +1,8 @@
 """What holds of every plan, and may not of a file that was broken or edited.
 
 Numbers are at least 0 and no larger than a sum of them may be, layouts have a placement for each axis of the
-mesh, and stages are as many as the schedule gives its ranks.
+mesh, weights that are gathered together one gather each, and stages are as many as the schedule gives its
+ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.core.placement import Shard
 from autopar.core.schedule import check_schedule
 from autopar.errors import InputError, show_value
 
@@ -26,6 +28,7 @@ def broken_laws(plan: Plan) -> Iterator[str]:
     """Laws that a plan breaks, in the words of its file."""
     yield from _numbers("result", plan)
     yield from _axes(plan)
+    yield from _groups(plan)
     yield from _moments(plan)
     yield from _stages(plan)
 
@@ -68,6 +71,21 @@ def _axes(plan: Plan) -> Iterator[str]:
         for path, place in places.items()
         if len(place) != axes
     )
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    """Weights that are gathered together, but have other moves than that gather, or are in two groups."""
+    program, seen = plan.program, set[str]()
+    for index, names in enumerate(program.together):
+        moves = [move for name in names for move in program.moves.get(name, ())]
+        alike = len({move.axis for move in moves}) == 1
+        alone = all(len(program.moves.get(name, ())) == 1 for name in names)
+        gathers = all(
+            move.axis < len(move.source) and isinstance(move.source[move.axis], Shard) for move in moves
+        )
+        if not (alike and alone and gathers) or len({*names}) < len(names) or not seen.isdisjoint(names):
+            yield f"{show_value(names)} @ result.program.together[{index}]"
+        seen.update(names)
 
 
 def _moments(plan: Plan) -> Iterator[str]:

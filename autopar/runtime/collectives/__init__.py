@@ -13,6 +13,7 @@ statements        what they say there, and errors where they differ
 groups            process groups by key
 transport         tensors between ranks, by the fastest way of each backend
 started_moves     gathers, scatters and sums in two halves
+grouped_moves     gathers of several weights by one exchange
 late_gradients    products whose gradients of weights wait until a sum is under way
 local_sockets     sockets between ranks that share a machine
 row_ranges        ranges of rows, checked

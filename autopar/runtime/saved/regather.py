@@ -11,14 +11,16 @@ shards are those of the forward pass: a weight that has changed since is refused
 Where a program starts its gathers early, so does backward: with each tensor that it gathers anew it starts
 the one that came next in the last backward.
 
-Every saved tensor is gathered anew by itself: to share one gathered copy among several uses would make
-the number of collectives depend on when memory is freed, which ranks need not agree on.
+Weights that were gathered together are so again, those of them that backward reads. Every other saved tensor
+is gathered anew by itself: to share one gathered copy among several uses would make the number of collectives
+depend on when memory is freed, which ranks need not agree on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -77,6 +79,19 @@ def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]
         notes[storage_key(storage)] = weakref.ref(storage), made
 
 
+def note_together(
+    fulls: Sequence[Tensor], operator: str, sources: Sequence[Tensor], arguments: tuple[Any, ...]
+) -> None:
+    """Remember how `fulls` were made: all at once, each of one of the `sources`."""
+    notes = _notes.get()
+    if notes is None:
+        return
+    made = _GatherGroup(operator, sources, arguments)
+    for index, full in enumerate(fulls):
+        storage = full.untyped_storage()
+        notes[storage_key(storage)] = weakref.ref(storage), _GroupMember(made, index, full)
+
+
 class _GatherSource:
     """How a tensor was gathered: of `source`, which may have been gathered itself."""
 
@@ -97,7 +112,7 @@ class _GatherSource:
         if isinstance(source, _GatherSource):
             source = source.restore()
         else:
-            self._check(source)
+            _check(source, self.version)
         with torch.no_grad():
             full: Tensor = registry.operator(self.operator)(source, *self.arguments)
         return full
@@ -107,7 +122,7 @@ class _GatherSource:
         source = self.source
         if isinstance(source, _GatherSource):
             return None
-        self._check(source)
+        _check(source, self.version)
         with torch.no_grad():
             handle = registry.operator(f"start_{self.operator}")(source, *self.arguments)
 
@@ -118,15 +133,74 @@ class _GatherSource:
 
         return wait
 
-    def _check(self, source: Tensor) -> None:
-        """Raise InputError for a weight that has changed since it was gathered."""
-        if version_of(source) != self.version:
-            raise InputError(
-                where="backward of the parallel module",
-                found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
-                wanted="the values of the forward pass, which are gathered again",
-                remedy="step the optimizer after backward, not between forward and backward",
+
+def _check(source: Tensor, version: int) -> None:
+    """Raise InputError for a weight that has changed since it was gathered."""
+    if version_of(source) != version:
+        raise InputError(
+            where="backward of the parallel module",
+            found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
+            wanted="the values of the forward pass, which are gathered again",
+            remedy="step the optimizer after backward, not between forward and backward",
+        )
+
+
+class _GatherGroup:
+    """Tensors that were gathered by one exchange, and are so again.
+
+    The first that backward wants brings all that it saved of them; each lasts until it has been wanted as
+    often as it was saved. So how often ranks meet depends on what was saved alone.
+    """
+
+    def __init__(self, operator: str, sources: Sequence[Tensor], arguments: tuple[Any, ...]) -> None:
+        self.operator, self.sources, self.arguments = operator, sources, arguments
+        self.versions = list(map(version_of, sources))
+        self.saved = Counter[int]()
+        self.wanted = Counter[int]()
+        self.fulls: dict[int, Tensor] = {}
+
+    def restore(self, index: int) -> Tensor:
+        """One of the tensors, with the others if it isn't there: a collective then."""
+        if index not in self.fulls:
+            self._gather(sorted({*self.saved, index}))
+        full = self.fulls[index]
+        self.wanted[index] -= 1
+        if self.wanted[index] <= 0:
+            del self.fulls[index]
+        return full
+
+    def _gather(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            _check(self.sources[index], self.versions[index])
+        with torch.no_grad():
+            fulls = registry.eager(self.operator)(
+                [self.sources[index] for index in indices], *arguments_of(self.arguments, indices)
             )
+        self.fulls = dict(zip(indices, fulls, strict=True))
+        self.wanted = Counter(self.saved)
+
+
+def arguments_of(arguments: tuple[Any, ...], indices: Collection[int]) -> tuple[Any, ...]:
+    """Arguments of a move of a list of tensors, for some of them."""
+    group, dims, blocks, sizes = arguments
+    ranks = len(sizes) // len(dims)
+    own = [size for index in indices for size in sizes[index * ranks :][:ranks]]
+    return group, [dims[index] for index in indices], [blocks[index] for index in indices], own
+
+
+class _GroupMember(_GatherSource):
+    """How a tensor was gathered, with others of its `group`."""
+
+    def __init__(self, group: _GatherGroup, index: int, full: Tensor) -> None:
+        super().__init__(group.operator, group.sources[index], group.versions[index], group.arguments, full)
+        self.group, self.index = group, index
+
+    def restore(self) -> Tensor:
+        """The full tensor, anew: a collective, unless another of the group has brought it."""
+        return self.group.restore(self.index)
+
+    def start(self) -> None:
+        """Nothing begins ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +273,8 @@ def anew(tensor: Tensor) -> Anew | None:
     made = _find(notes, tensor) if notes and tensor.layout == torch.strided else None
     if made is None or tensor.dtype != made.dtype or tensor.is_conj() or tensor.is_neg():
         return None
+    if isinstance(made, _GroupMember):
+        made.group.saved[made.index] += 1
     return Anew(made, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 

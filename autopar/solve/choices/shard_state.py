@@ -50,6 +50,9 @@ def gathering_notes(graph: Graph, program: Program) -> list[str]:
     )
     words = {Gathering.KEEP: "kept from forward to backward", **_WORDS}
     found = ", ".join(f"{counts[way]} {words[way]}" for way in Gathering if counts[way])
+    together = sum(map(len, program.together))
+    count = len(program.together)
+    found += f"; {together} of them by {count} exchange{'s' * (count > 1)}" if together else ""
     return [f"weights stored in shards: {found}"] if found else []
 
 

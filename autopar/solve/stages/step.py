@@ -103,6 +103,18 @@ def unstaged(solution: Solution, micro_batches: int) -> Step:
     )
 
 
+def gathering_together(step: Step, cap: int | None, micro_batches: int) -> Step:
+    """The step without stages whose weights are gathered in groups, where that is faster."""
+    if step.cut is not None:
+        return step
+    priced = step.solution.priced.gathered_together(cap)
+    if priced is step.solution.priced or priced.cost.of(micro_batches) > step.cost.of(micro_batches):
+        return step
+    solution = replace(step.solution, priced=priced, seconds=priced.seconds, held=priced)
+    grouped = unstaged(solution, micro_batches)
+    return replace(grouped, bound=min(step.bound, grouped.seconds), free=step.free, passed=step.passed)
+
+
 def staged(
     solution: Solution,
     *,

@@ -181,6 +181,10 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
         lambda d: d["result"]["layers"][0].update(kinds=["batch", "batch"]),
         r"2 for a mesh of 1 axes @ result.layers\[0\].kinds",
     ),
+    "a group of a weight without a gather": (
+        lambda d: d["result"]["program"].update(together=[["input_0", "input_0"]]),
+        r"\['input_0', 'input_0'\]|\('input_0', 'input_0'\) @ result.program.together\[0\]",
+    ),
     "starts that go back": (
         lambda d: d["result"]["pipeline"].update(starts=[0, 3, 2]),
         "which don't ascend from 0 @ result.pipeline",

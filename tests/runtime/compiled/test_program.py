@@ -37,9 +37,9 @@ def tracing() -> Iterator[list[object]]:
         yield made
 
 
-def _train_traced(plan: str, gathering: Gathering) -> None:
+def _train_traced(plan: str, gathering: Gathering, *, together: bool = False) -> None:
     with tracing() as made:
-        train(plan, gathering, compiles=True)
+        train(plan, gathering, compiles=True, together=together)
     assert made
 
 
@@ -51,6 +51,14 @@ def _train_traced(plan: str, gathering: Gathering) -> None:
 def test_traced_programs_train_as_the_serial_model(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
     pools(Mesh(shape).num_devices * pipeline.ranks).run(_train_traced, plan, gathering)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["one batch", "recomputed"])
+def test_traced_programs_whose_weights_are_gathered_together_train_as_the_serial_model(
+    plan: str, pools: Pools
+) -> None:
+    pools(2).run(partial(_train_traced, together=True), plan, Gathering.REGATHER)
 
 
 def _collectives_traced(gathering: Gathering, recomputed: bool) -> dict[str, int]:

@@ -79,11 +79,22 @@ PLANS: dict[str, tuple[tuple[int, ...], list[str], Pipeline, bool]] = {
 
 
 def parallel(
-    plan: str, gathering: Gathering | None, model: nn.Module, *, offload: bool = False
+    plan: str,
+    gathering: Gathering | None,
+    model: nn.Module,
+    *,
+    offload: bool = False,
+    together: bool = False,
 ) -> ParallelModule:
     shape, wanted, pipeline, again = PLANS[plan]
     compiler = forced_compiler(
-        Mesh(shape), wanted, pipeline=pipeline, gathering=gathering, recompute=again, offload=offload
+        Mesh(shape),
+        wanted,
+        pipeline=pipeline,
+        gathering=gathering,
+        recompute=again,
+        together=together,
+        offload=offload,
     )
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
     return ParallelModule(model, compiler, describe=describe, device=CPU, by_steps=by_steps)
@@ -94,10 +105,17 @@ def gap(ours: Any, theirs: Any) -> float:
     return float((ours.detach() - theirs.detach()).abs().max())
 
 
-def train(plan: str, gathering: Gathering | None, *, offload: bool = False, compiles: bool = False) -> None:
+def train(
+    plan: str,
+    gathering: Gathering | None,
+    *,
+    offload: bool = False,
+    together: bool = False,
+    compiles: bool = False,
+) -> None:
     """On a worker: three steps of a plan, and of the serial model."""
     pipeline = PLANS[plan][2]
-    serial, ours = make_net(), parallel(plan, gathering, make_net(), offload=offload)
+    serial, ours = make_net(), parallel(plan, gathering, make_net(), offload=offload, together=together)
     ours.prepare(*batch())
     if compiles:
         ours.compile()
@@ -151,6 +169,32 @@ SHORT = [("recomputed", Gathering.REGATHER), ("zb1p", Gathering.REGATHER), ("mic
 def test_training_equals_serial_training(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
     pools(Mesh(shape).num_devices * pipeline.ranks).run(train, plan, gathering)
+
+
+UNSTAGED = [plan for plan, (_, _, pipeline, _) in PLANS.items() if not pipeline.is_staged]
+
+
+@pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.REGATHER], ids=lambda item: item.value)
+@pytest.mark.parametrize("plan", UNSTAGED)
+def test_training_with_weights_gathered_together_equals_serial_training(
+    plan: str, gathering: Gathering, pools: Pools
+) -> None:
+    pools(Mesh(PLANS[plan][0]).num_devices).run(partial(train, together=True), plan, gathering)
+
+
+def _twice_backward() -> None:
+    serial, ours = make_net(), parallel("one batch", Gathering.REGATHER, make_net(), together=True)
+    losses = serial(*batch()), ours(*batch())
+    for _ in range(2):
+        for loss in losses:
+            loss.backward(retain_graph=True)
+    for mine, theirs in zip(ours.parameters(), serial.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or gap(mine.grad, theirs.grad) < EXACT
+
+
+def test_weights_of_a_group_come_again_in_each_backward(pools: Pools) -> None:
+    pools(2).run(_twice_backward)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -274,7 +318,12 @@ Counts = dict[str, int]
 
 
 def _collectives(
-    gathering: Gathering, recomputed: bool, micro_batches: int, *, compiles: bool = False
+    gathering: Gathering,
+    recomputed: bool,
+    micro_batches: int,
+    *,
+    compiles: bool = False,
+    together: bool = False,
 ) -> Counts:
     """How often a step gathers weights, and scatters their gradients."""
     counts: Counter[str] = Counter()
@@ -293,9 +342,15 @@ def _collectives(
         for name in ("all_gather", "reduce_scatter"):
             patch.setattr(transport, name, counted(name))
         compiler = forced_compiler(
-            Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed
+            Mesh((2,)),
+            ["batch"],
+            pipeline=pipeline,
+            gathering=gathering,
+            recompute=recomputed,
+            together=together,
         )
-        ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU, by_steps=True)
+        model = Block(3) if together else Deep(3)
+        ours = ParallelModule(model.double(), compiler, describe=describe, device=CPU, by_steps=True)
         if compiles:
             ours.compile()
         ours.train_step(torch.randn(8, WIDTH, dtype=torch.float64))
@@ -318,6 +373,32 @@ def test_weights_are_gathered_and_gradients_scattered_as_often_as_said(
     again; a part of the program that is recomputed as a whole gathers it all the same."""
     for counts in pools(2).run(_collectives, gathering, recomputed, 2):
         assert counts == {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+class Block(Deep):
+    """The same layers, as parts of one block."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList([nn.ModuleList(Deep(layers).layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[0]:  # type: ignore[attr-defined]
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "gathering, recomputed, gathers",
+    [(Gathering.KEEP, False, 2), (Gathering.REGATHER, False, 4), (Gathering.REGATHER, True, 4)],
+)
+def test_a_block_is_gathered_by_one_exchange(
+    gathering: Gathering, recomputed: bool, gathers: int, pools: Pools
+) -> None:
+    """In each of two micro-batches, forward and in backward; one exchange scatters gradients."""
+    run = partial(_collectives, together=True)
+    for counts in pools(2).run(run, gathering, recomputed, 2):
+        assert counts == {"all_gather": gathers, "reduce_scatter": 2}
 
 
 def _forget_the_sum(gathering: Gathering) -> None:

@@ -149,5 +149,5 @@ def test_a_gather_by_zero_padding_and_a_sum_is_counted_too() -> None:
     weight = next(item.name for item in graph.inputs if item.target == "hidden.weight")
     stored = program.inputs[weight]
     padded = (Move(0, stored, (P,)), Move(0, (P,), (B,)))
-    disguised = replace(program, moves={weight: padded})
+    disguised = replace(program, moves={weight: padded}, together=())
     assert gathering_notes(graph, disguised) == ["weights stored in shards: 1 kept from forward to backward"]

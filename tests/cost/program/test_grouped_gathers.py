@@ -1,0 +1,121 @@
+"""Which weights one exchange gathers, what that takes, and how much of them is there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.comparing.measured_peak import peak_bytes
+from autopar.results.plan.plan import Plan
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Layers of one block, one of which is frozen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.still = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(self.still(x)))))
+
+
+class Net(nn.Module):
+    """Two blocks that share no weight, and a scale that both use."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.scale, self.head = nn.Parameter(torch.ones(width)), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.head(x).square().mean()
+
+
+def _plan(shard_state: str = "weights", *, width: int = WIDTH, **options: object) -> Plan:
+    torch.manual_seed(0)
+    given = {"force": "batch", "measure": False, "optimizer": "sgd", "shard_state": shard_state} | options
+    return autopar.plan(Net(width), autopar.ClusterSpec.local(2), (torch.randn(8, width),), **given)
+
+
+@pytest.mark.parametrize("shard_state", ["weights", "gradients"])
+def test_weights_of_a_block_that_are_gathered_alike_are_a_group(shard_state: str) -> None:
+    found = _plan(shard_state).program
+    learning = ("norm_weight", "norm_bias", "up_weight", "up_bias", "down_weight", "down_bias")
+    blocks = [tuple(f"blocks_{number}_{name}" for name in learning) for number in range(2)]
+    assert [names for names in found.together if names[0].startswith("blocks")] == blocks
+    assert all(len(found.moves[name]) == 1 for names in found.together for name in names)
+
+
+def test_weights_that_are_gathered_once_a_step_or_not_at_all_are_in_no_group() -> None:
+    assert not _plan("optimizer").program.together and not _plan("none").program.together
+
+
+def test_a_weight_as_large_as_a_bucket_of_its_own_travels_alone() -> None:
+    found = _plan(width=1024).program.together  # 4 MiB a matrix
+    large = {f"blocks_{number}_{name}_weight" for number in range(2) for name in ("up", "down")}
+    assert found and large.isdisjoint(name for names in found for name in names)
+
+
+def test_what_starts_early_travels_alone() -> None:
+    assert not _plan(overlap=True).program.together
+
+
+def test_groups_are_as_small_as_the_cap_asks_for() -> None:
+    free = _plan()
+    capped = _plan(memory=free.peak_bytes - 1)
+    assert capped.peak_bytes < free.peak_bytes
+    assert sum(map(len, capped.program.together)) < sum(map(len, free.program.together))
+
+
+def test_a_group_takes_less_than_its_weights_one_by_one() -> None:
+    """On links of 1 ms latency a step spares one of them for each weight but the first, forward and back."""
+    link = autopar.Link(latency=1e-3, bandwidth=1e12)
+    seconds = {}
+    for together in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not together:
+                patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda _: ())
+            cluster = autopar.ClusterSpec(nodes=1, devices_per_node=2, intra=link)
+            plan = autopar.plan(
+                Net(), cluster, (torch.randn(8, WIDTH),), force="batch", measure=False, shard_state="weights"
+            )
+            seconds[together] = plan.step_seconds
+    spared = seconds[False] - seconds[True]
+    groups = _plan().program.together
+    assert spared == pytest.approx(2e-3 * sum(len(names) - 1 for names in groups), rel=0.5)
+
+
+def _peaks(shard_state: str) -> tuple[int, int]:
+    """Bytes of a step's peak on this rank, as predicted and as measured."""
+    torch.manual_seed(0)
+    x = torch.randn(8, WIDTH)
+    options = {"force": "batch", "measure": False, "quiet": True, "optimizer": "sgd"}
+    ours = autopar.parallelize(Net(), autopar.ClusterSpec.local(2), (x,), shard_state=shard_state, **options)
+    assert ours.plan.program.together
+
+    def step() -> None:
+        ours(x).backward()
+
+    for _ in range(2):
+        step()
+        ours.zero_grad()
+    return ours.plan.peak_bytes, peak_bytes(step, [*ours.parameters(), x], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shard_state", ["weights", "gradients"])
+def test_the_predicted_peak_with_groups_is_the_measured_one(shard_state: str, pools: Pools) -> None:
+    for predicted, measured in pools(2).run(_peaks, shard_state):
+        assert predicted == pytest.approx(measured, rel=0.05), (predicted, measured)
