@@ -24,6 +24,7 @@ from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, MOST_WAYS, WAYS_OF_SEVERAL_LAYERS, WAYS_SECONDS, Alternatives
 from autopar.explaining.what_if import more_of_groups, read, what_if
 from autopar.planning.links import link_notes
+from autopar.planning.losses import as_planned
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.shares import PACE
 from autopar.results.explanation.explanation import Explanation, LayerChoices, Outcome
@@ -130,7 +131,8 @@ def problem_of(asked: AskedPlan, plan: Plan) -> MeshProblem:
     """The problem that the plan is an answer to, with what is known of operators' seconds by now."""
     request = replace(asked.request()[0].settled(plan), alternatives=False)
     target, whole = asked.target, asked.cluster
-    graph = asked.planner(request).trace_step(target.model, target.args, target.kwargs).graph
+    traced = asked.planner(request).trace_step(target.model, target.args, target.kwargs)
+    graph = as_planned(traced, plan).graph
     with Database.open(asked.options.get("costdb")) as database:
         model = CostModel.of(whole, database)
     cluster, hop = whole.stage(request.pipeline_ranks), model.hop(whole, request.pipeline_ranks)

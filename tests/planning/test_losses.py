@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InfeasibleError
+from autopar.explaining.asked import AskedPlan
+from autopar.explaining.explain import problem_of
 from autopar.results.plan.plan import Plan
+from autopar.trace.target import Target
 from tests.pool import Pool
 
 WORDS, WIDTH = 512, 32
@@ -65,6 +68,16 @@ def test_pieces_are_chosen_where_whole_logits_are_slower_under_a_cap(options: di
 def test_pieces_are_taken_by_the_users_word() -> None:
     assert is_in_pieces(planned(loss_pieces="all"))
     assert not is_in_pieces(planned(loss_pieces="none"))
+
+
+def test_what_explains_a_plan_in_pieces_solves_its_own_graph() -> None:
+    options = {"measure": False, "optimizer": "sgd", "memory": TIGHT, **ONE_STEP}
+    target = Target(*case(), {}, None, "")
+    asked = AskedPlan(target, autopar.ClusterSpec.local(2), options)
+    plan = asked.plan()
+    problem = problem_of(asked, plan)
+    assert {item.name for item in problem.graph.operators} == plan.program.strategies.keys()
+    assert is_in_pieces(plan)
 
 
 def _trained(path: str | None) -> tuple[bool, list[Tensor], list[Tensor]]:
