@@ -97,9 +97,11 @@ def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Any]:
     Only so does P -> R where P -> B is meant, or a Replicate operand left unconverted, show.
     """
     name = schema_of(target).name.removeprefix("autopar::")
+    shared: Any = _Shared.apply
     if name in REPLICATED:
-        shared: Any = _Shared.apply
         return [shared(result, len(calls)) for result in simulate(target, calls)]
+    if name.startswith("s_to_r" + TOGETHER):
+        return [[shared(each, len(calls)) for each in results] for results in simulate(target, calls)]
     if name not in TRANSPOSED:
         return simulate(target, calls)
     apply: Any = _Typed.apply  # ships without types
@@ -367,8 +369,8 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{
-        "s_to_b" + ending + TOGETHER + suffix: _gather_together
-        for ending in ("", *SUMMED.values())
+        name + TOGETHER + suffix: _gather_together
+        for name in ("s_to_r", "s_to_b", *("s_to_b" + ending for ending in SUMMED.values()))
         for suffix in ("", REGATHER)
     },
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all

@@ -226,8 +226,7 @@ class _RankWriter:
     def operator_of(self, name: str, move: Move, together: str = "") -> str:
         """The registered operator of a move, or of the group that makes it."""
         regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
-        word = "s_to_b" if together else effect(move).name
-        return word + self.summing(name, move) + together + REGATHER * regather
+        return effect(move).name + self.summing(name, move) + together + REGATHER * regather
 
     def summing(self, name: str, move: Move) -> str:
         """Suffix of a move's name if it sums gradients in a dtype other than the tensor's; "" if not."""

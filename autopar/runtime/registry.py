@@ -183,12 +183,13 @@ def _has_notes(values: Iterable[Any]) -> bool:
 
     Its dispatcher resolves them before a kernel reads that memory.
     """
-    return any(
-        (value.is_conj() or value.is_neg())
-        if isinstance(value, torch.Tensor)
-        else isinstance(value, (list, tuple)) and _has_notes(value)
-        for value in values
-    )
+    for value in values:  # no generator: this is asked of each call
+        if isinstance(value, torch.Tensor):
+            if value.is_conj() or value.is_neg():
+                return True
+        elif isinstance(value, (list, tuple)) and _has_notes(value):
+            return True
+    return False
 
 
 def _refusal(name: str) -> Callable[..., Any]:

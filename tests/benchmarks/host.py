@@ -6,6 +6,9 @@ CPU seconds counts, and the median of all pairs is printed.
 
 python -m tests.benchmarks.host --two    the same on two processes, beside DistributedDataParallel, and with
                                          weights in shards beside FSDP2
+
+Batch norms of DistributedDataParallel are each rank's own: torch's SyncBatchNorm, which sums as autopar does,
+takes no tensors of CPUs.
 """
 
 from __future__ import annotations

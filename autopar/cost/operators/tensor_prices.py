@@ -299,13 +299,15 @@ class TensorPrices:
         first, total = next(iter(moves)), sum(sizes.values())
         axes, fresh = self._exchanges.alike(moves[first].axes), self._fresh(total)
         ahead = fresh + self._exchanges.action(MoveAction.ALL_GATHER, total, axes)
-        wide = round(self.widening(first) * total)
-        back = fresh + self._exchanges.action(MoveAction.REDUCE_SCATTER, wide, axes)
+        wide, is_summed = round(self.widening(first) * total), effect(moves[first]).name == "s_to_b"
+        scatter = fresh + self._exchanges.action(MoveAction.REDUCE_SCATTER, wide, axes)
         found = {}
         for name, nbytes in sizes.items():
             share = nbytes / total if total else 0.0
             laid = self._laid_together(nbytes, share)
-            found[name] = share * ahead + laid, (share * back + laid) * self._requires_grad(name)
+            alone = self._exchanges.action(MoveAction.SLICE, nbytes, axes)
+            back = share * scatter + laid if is_summed else alone
+            found[name] = share * ahead + laid, back if self._requires_grad(name) else 0.0
         return found
 
     # -- state ----------------------------------------------------------------------------------------

@@ -108,10 +108,13 @@ def _candidates(priced: PricedProgram) -> Iterator[_Candidate]:
                 places.setdefault(name, set()).add((_block(item.module), segments.get(place, -1)))
     for name, used in places.items():
         move, spec = _only_gather(program, name), weights[name]
-        if move is not None and len(used) == len(needs[name]) == 1 and name not in graph.outputs:
+        if move is None or len(used) != 1 or name in graph.outputs:
+            continue
+        learns = prices.training and spec.requires_grad
+        if needs[name] == {canonical(move.target, differentiable=learns)}:
             ((block, segment),) = used
             way, wide = program.gathering(name), prices.widening(name)
-            kind = move.axes, spec.dtype, spec.requires_grad, way, wide, segment
+            kind = effect(move).name, move.axes, spec.dtype, spec.requires_grad, way, wide, segment
             yield _Candidate(name, move, prices.local_bytes(name, move.target), block, kind)
 
 

@@ -78,7 +78,7 @@ def _groups(plan: Plan) -> Iterator[str]:
     program, seen = plan.program, set[str]()
     for index, names in enumerate(program.together):
         moves = [move for name in names for move in program.moves.get(name, ())]
-        alike = len({move.axis for move in moves}) == 1
+        alike = len({(move.axis, str(move.target[move.axis : move.axis + 1])) for move in moves}) == 1
         alone = all(len(program.moves.get(name, ())) == 1 for name in names)
         gathers = all(
             move.axis < len(move.source) and isinstance(move.source[move.axis], Shard) for move in moves

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +127,34 @@ def _keep_arguments(ctx: Any, inputs: moves.Arguments, _: Any) -> None:
     ctx.arguments = inputs[1:]
 
 
-def _register(ending: str, dtype: torch.dtype | None) -> None:
-    """Register the gather of several weights, whose gradients are summed in `dtype` if any, and that of those
-    that don't stay."""
-    name = "s_to_b" + ending + TOGETHER
+def _slices(gradients: Sequence[Tensor | None], arguments: moves.Arguments) -> list[Tensor | None]:
+    """Parts that are this rank's of gradients that are the same everywhere."""
+    slices = registry.eager("r_to_s")
+    return [
+        None if each is None else slices(each, group, dims[0], blocks[0], sizes)
+        for index, each in enumerate(gradients)
+        for group, dims, blocks, sizes in [regather.arguments_of(arguments, (index,))]
+    ]
+
+
+def _sums(
+    gradients: Sequence[Tensor | None], arguments: moves.Arguments, *, dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
+    """Parts that are this rank's of sums of gradients, in `dtype` if any; doubles stay doubles."""
+    there = {index: each for index, each in enumerate(gradients) if each is not None}
+    own = next(iter(there.values())).dtype
+    other = own if dtype is None or own is torch.float64 else dtype
+    summed = registry.eager("p_to_s" + TOGETHER)(
+        [each.to(other) for each in there.values()], *regather.arguments_of(arguments, there)
+    )
+    found: list[Tensor | None] = [None] * len(gradients)
+    for index, total in zip(there, summed, strict=True):
+        found[index] = total.to(own)
+    return found
+
+
+def _register(name: str, back: Callable[..., list[Tensor | None]]) -> None:
+    """Register a gather of several weights, whose gradients go `back`, and that of those not to stay."""
 
     def regathered(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
         full = _gather(xs, *arguments)
@@ -138,24 +162,16 @@ def _register(ending: str, dtype: torch.dtype | None) -> None:
         return full
 
     def backward(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
-        there = {index: each for index, each in enumerate(gradients) if each is not None}
-        totals: list[Tensor | None] = [None] * len(gradients)
-        own = next(iter(there.values())).dtype
-        other = own if dtype is None or own is torch.float64 else dtype
-        summed = registry.eager("p_to_s" + TOGETHER)(
-            [each.to(other) for each in there.values()], *regather.arguments_of(ctx.arguments, there)
-        )
-        for index, total in zip(there, summed, strict=True):
-            totals[index] = total.to(own)
-        return totals
+        return back(gradients, ctx.arguments)
 
     for kernel, suffix in ((_gather, ""), (regathered, regather.REGATHER)):
         registry.functional_of_list(
-            name + suffix, _SCHEMA, kernel, shape=_full, setup=_keep_arguments, backward=backward
+            name + TOGETHER + suffix, _SCHEMA, kernel, shape=_full, setup=_keep_arguments, backward=backward
         )
 
 
 registry.functional_of_list("p_to_s" + TOGETHER, _SCHEMA, _scatter, shape=_local)
-_register("", None)
+_register("s_to_r", _slices)
+_register("s_to_b", _sums)
 for _precision, _ending in moves.SUMMED.items():
-    _register(_ending, moves.DTYPES[_precision])
+    _register("s_to_b" + _ending, functools.partial(_sums, dtype=moves.DTYPES[_precision]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ import autopar
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.results.plan.plan import Plan
 from tests.pool import Pool
+from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
 WIDTH = 64
@@ -96,6 +98,43 @@ def test_a_group_takes_less_than_its_weights_one_by_one() -> None:
     spared = seconds[False] - seconds[True]
     groups = _plan().program.together
     assert spared == pytest.approx(2e-3 * sum(len(names) - 1 for names in groups), rel=0.5)
+
+
+class Whole(nn.Module):
+    """A block with a batch norm, which every rank computes whole as its samples are few and small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv1d(2, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))).mean(2)).square().mean()
+
+
+def _train_whole() -> tuple[tuple[str, ...], ...]:
+    torch.manual_seed(0)
+    serial, x = Whole().double(), torch.randn(4, 2, 3, dtype=torch.float64)
+    ours = autopar.parallelize(
+        copy.deepcopy(serial),
+        autopar.ClusterSpec.local(2),
+        (x,),
+        force="batch",
+        measure=False,
+        shard_state="weights",
+        quiet=True,
+    )
+    for model in (serial, ours):
+        model(x).backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), serial.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.allclose(full_of(mine.grad), theirs.grad, rtol=1e-12, atol=1e-14), name
+    return ours.plan.program.together
+
+
+def test_gradients_that_are_whole_everywhere_are_not_summed(pools: Pools) -> None:
+    """A group of its own has the weights of what every rank computes."""
+    for found in pools(2).run(_train_whole):
+        assert ("norm_weight", "norm_bias") in found and len(found) == 2
 
 
 def _peaks(shard_state: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ Pools = Callable[[int], Pool]
 KEY = "a@3"
 DIMS, BLOCKS = [0, 1, 0, 1], [1, 1, 2, 1]
 SIZES = [[2, 2, 1], [1, 1, 1], [1, 1, 0], [0, 2, 0]]  # of each tensor on each rank
-OPERATORS = ("s_to_b", *("s_to_b" + ending for ending in SUMMED.values()))
+OPERATORS = ("s_to_r", "s_to_b", *("s_to_b" + ending for ending in SUMMED.values()))
 autopar = torch.ops.autopar
 
 
