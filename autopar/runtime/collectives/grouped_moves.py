@@ -154,7 +154,7 @@ def _sums(
 
 
 def _register(name: str, back: Callable[..., list[Tensor | None]]) -> None:
-    """Register a gather of several weights, whose gradients go `back`, and that of those not to stay."""
+    """Register a gather of several weights, whose gradients go `back`, and one whose results don't stay."""
 
     def regathered(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
         full = _gather(xs, *arguments)

@@ -1,4 +1,4 @@
-"""Loops over experts, each a module of its own on the rows that choose it, as products of rows that choose.
+"""Loops over experts, each a module on the rows that choose it, as products of rows that choose.
 
     for e, expert in enumerate(experts):                         keys [t, k] choose of as many experts
         i, k = torch.where(keys == e)
