@@ -11,6 +11,7 @@ stack        how the published stack runs them: cuts into stages, memory, sums o
 prediction   seconds and bytes of a run
 fitting      the stack's constants, fitted to runs within bounds
 baselines    an alpha-beta model without a fit, and one with eleven fitted parameters
+mixtures     mixtures of experts: `python -m tests.benchmarks.published.mixtures FILE.csv`
 unlike_trials   trials of unlike devices: `python -m tests.benchmarks.published.unlike_trials FILE.csv`
 score        rank correlation, regret, errors, out-of-memory
 """
