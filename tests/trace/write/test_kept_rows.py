@@ -69,6 +69,8 @@ STATIC: dict[str, Callable[..., Tensor]] = {
         h[m[:, 0]].log_softmax(1), y[m[:, 0]].softmax(1), reduction="batchmean"
     ),
     "what is no number": lambda net, h, y, m, c: (h - torch.where(m, y, torch.nan)).square()[m].sqrt().mean(),
+    "written": lambda net, h, y, m, c: h[m].exp_().sum(),
+    "written and read": lambda net, h, y, m, c: (rows := h[m]).exp_().sum() + rows.sum(),
     "a bound": lambda net, h, y, m, c: h[torch.ones(8, 4, dtype=torch.bool)].mean(),
 }
 BY_VALUES: dict[str, Callable[..., Tensor]] = {
@@ -81,7 +83,6 @@ BY_VALUES: dict[str, Callable[..., Tensor]] = {
     "joined": lambda net, h, y, m, c: torch.cat([h[m], y[m]]).sum(),
     "draws": lambda net, h, y, m, c: F.dropout(h[m], 0.5).sum(),
     "put back": lambda net, h, y, m, c: h.masked_scatter(m, y[m]).sum(),
-    "written": lambda net, h, y, m, c: h[m].exp_().sum(),
     "a running sum": lambda net, h, y, m, c: h[m].cumsum(0).sum(),
 }
 
