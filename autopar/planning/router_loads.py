@@ -56,7 +56,8 @@ def _inputs(traced: Traced, model: nn.Module) -> dict[str, Tensor] | None:
         value = item.value if item.value is not None else source.get(item.target)
         if value is None or type(value) not in _PLAIN or value.device.type == "meta":
             return None
-        values[item.name] = value.detach()
+        # Running statistics are written by operators that say nothing of it.
+        values[item.name] = value.detach() if item.kind is InputKind.PARAMETER else value.detach().clone()
     return values if len({value.device for value in values.values()}) == 1 else None
 
 

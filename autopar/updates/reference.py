@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.updates.event_log import EventLog
 from autopar.updates.mixing import weights
 from autopar.updates.rules import Every, Gossip, Server, Summed, UpdateRule
-from autopar.updates.wires import AnyWire, LowRankWire, Sender, Wire, flat_of, shaped_as
+from autopar.updates.wires import AnyWire, LowRankWire, Sender, Wire, finite, flat_of, shaped_as
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -203,10 +203,10 @@ class SerialLowRank:
         held = [matrix for matrix in matrices if matrix is not None]
         right = self.right.get(name, self.wire.right(held[0]))
         left = torch.linalg.qr(sum(matrix @ right for matrix in held) / len(held)).Q
-        self.right[name] = sum(matrix.T @ left for matrix in held) / len(held)
-        arrived = left @ self.right[name].T
+        after = sum(matrix.T @ left for matrix in held) / len(held)
+        self.right[name], arrived = self.wire.kept(after, held[0]), left @ after.T
         for matrix, dropped in zip(held, self.dropped, strict=True):
-            dropped[name] = matrix - arrived
+            dropped[name] = finite(matrix - arrived)
         return shaped_as(tensors[0], arrived.reshape(-1).to(flat_of(tensors[0])))
 
 

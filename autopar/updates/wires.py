@@ -155,9 +155,18 @@ class LowRankWire:
         drawn = torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=torch.float64)
         return drawn.to(matrix)
 
+    def kept(self, right: Tensor, matrix: Tensor) -> Tensor:
+        """Q for the next time: begun anew after numbers that aren't finite."""
+        return right if right.isfinite().all() else self.right(matrix)
+
     def said(self, before: str = "") -> str:
         """The wire in a rule's text."""
         return f'{before}wire="rank{self.rank}"'
+
+
+def finite(dropped: Tensor) -> Tensor:
+    """What is added the next time: nothing where it isn't finite."""
+    return torch.where(dropped.isfinite(), dropped, torch.zeros_like(dropped))
 
 
 AnyWire: TypeAlias = Wire | LowRankWire
@@ -200,8 +209,7 @@ class Sender:
             return self.wire.coded(tensor)
         flat = tensor + self.residuals[name] if name in self.residuals else tensor.clone()
         message = self.wire.coded(flat)
-        dropped = flat - self.wire.decoded(message, flat)
-        self.residuals[name] = torch.where(dropped.isfinite(), dropped, torch.zeros_like(dropped))
+        self.residuals[name] = finite(flat - self.wire.decoded(message, flat))
         return message
 
 

@@ -62,6 +62,13 @@ def test_counting_draws_none_of_the_users_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_counting_leaves_running_statistics_as_they_are() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), *net())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert with_router_loads(traced(model), model).graph.loads
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def test_nothing_is_counted_of_what_is_large_or_has_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     call = traced(model)

@@ -142,6 +142,8 @@ def _sums(
 ) -> list[Tensor | None]:
     """Parts that are this rank's of sums of gradients, in `dtype` if any; doubles stay doubles."""
     there = {index: each for index, each in enumerate(gradients) if each is not None}
+    if not there:
+        return list(gradients)
     own = next(iter(there.values())).dtype
     other = own if dtype is None or own is torch.float64 else dtype
     summed = registry.eager("p_to_s" + TOGETHER)(

@@ -342,12 +342,13 @@ class EveryExchange(IslandExchange):
 
     def state_dict(self) -> dict[str, Any]:
         """With what is under way, which other islands send this one's part of as well."""
+        late = [(item.step, item.part, item.moves.result()) for item in self.late]  # the mean's state follows
         return {
             "mean": self.mean.state_dict(),
             "has_met": self.has_met,
             "anchors": [anchor.detach() for anchor in self.anchors],
             "outer": [None if item is None else item.state_dict() for item in self.outer],
-            "late": [(item.step, item.part, item.moves.result()) for item in self.late],
+            "late": late,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

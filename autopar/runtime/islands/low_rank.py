@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.islands.messages import Across, Mark, MeanOverIslands, NamedTensors
-from autopar.updates.wires import FULL, AnyWire, LowRankWire, flat_of, shaped_as
+from autopar.updates.wires import FULL, AnyWire, LowRankWire, finite, flat_of, shaped_as
 
 
 class LowRankMean:
@@ -41,10 +41,9 @@ class LowRankMean:
         left = {name: torch.linalg.qr(means[name]).Q for name in held}
         rights = self.mean([(name, matrix.T @ left[name]) for name, matrix in held.items()], mark)
         for (name, matrix), right in zip(held.items(), rights, strict=True):
-            self.right[name] = right
+            self.right[name] = self.wire.kept(right, matrix)
             means[name] = left[name] @ right.T
-            dropped = matrix - means[name]
-            self.dropped[name] = torch.where(dropped.isfinite(), dropped, torch.zeros_like(dropped))
+            self.dropped[name] = finite(matrix - means[name])
         return [
             shaped_as(tensor, means[name].reshape(-1).to(flat_of(tensor))) if name in held else means[name]
             for name, tensor in named

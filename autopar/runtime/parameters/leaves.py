@@ -33,6 +33,7 @@ from autopar.runtime.parameters.parameters import (
     plainly,
     scatter_once,
 )
+from autopar.runtime.saved import regather
 from autopar.torch_seams.tensors import HOOKS_OF_TENSOR, has_hooks
 
 _SHAPE = attrgetter("shape")
@@ -156,6 +157,7 @@ class Leaves:
             raise _exchanged(self._parts[index].target)
         values = local(outer)
         leaf = values.detach().requires_grad_(outer.requires_grad)
+        regather.is_read_for(leaf, self._find[index])
         if leaf.requires_grad and not self._parts[index].gathers:
             self._know(leaf, outer)
             if index not in self._silent:
@@ -213,8 +215,8 @@ class Leaves:
             return
         with plainly():
             gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
-            self._receive(index, detached(gradient))
+            if gradient is not None:  # of a weight that came with others this backward may not reach
+                self._receive(index, detached(gradient))
 
     def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The gradients that have added up in these leaves, which no longer hold them then; those of full

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.runtime.collectives.statements import StatementPart
@@ -93,9 +95,17 @@ class ParameterChanges:
         if not any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
             return
         self._steps += 1
+        self._count_writes(optimizer)
         if len(self._rates) < KEPT:
             self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
         self._versions = self._read()
+
+    def _count_writes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let parts of DTensors count what a step has written: foreach and fused steps leave no trace."""
+        for group in () if self._tree.is_plain else optimizer.param_groups:
+            for item in group["params"]:
+                if isinstance(item, DTensor) and item.grad is not None and not local(item).is_inference():
+                    increment_version(local(item))
 
     def _read(self) -> list[tuple[Any, tuple[int, int]]]:
         """The parts of DTensors, by references, and what writes change: the place in memory, and versions. A

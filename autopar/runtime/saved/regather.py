@@ -75,7 +75,7 @@ def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]
     notes = _notes.get()
     if notes is not None:
         storage = full.untyped_storage()
-        made = _GatherSource(operator, _find(notes, source) or source, version_of(source), arguments, full)
+        made = _GatherSource(operator, _find(notes, source) or source, _version(source), arguments, full)
         notes[storage_key(storage)] = weakref.ref(storage), made
 
 
@@ -92,6 +92,17 @@ def note_together(
         notes[storage_key(storage)] = weakref.ref(storage), _GroupMember(made, index, full)
 
 
+def is_read_for(leaf: Tensor, outer: Callable[[], Tensor]) -> None:
+    """Know the parameter that a leaf is read for: writes to a DTensor don't count as writes to its part."""
+    setattr(leaf, _OUTER, outer)
+
+
+def _version(source: Tensor) -> tuple[int, int]:
+    """How often a weight was written, itself and by its parameter."""
+    outer = getattr(source, _OUTER, None)
+    return version_of(source), 0 if outer is None else version_of(outer())
+
+
 class _GatherSource:
     """How a tensor was gathered: of `source`, which may have been gathered itself."""
 
@@ -99,7 +110,7 @@ class _GatherSource:
         self,
         operator: str,
         source: Tensor | _GatherSource,
-        version: int,
+        version: tuple[int, int],
         arguments: tuple[Any, ...],
         full: Tensor,
     ) -> None:
@@ -134,9 +145,9 @@ class _GatherSource:
         return wait
 
 
-def _check(source: Tensor, version: int) -> None:
+def _check(source: Tensor, version: tuple[int, int]) -> None:
     """Raise InputError for a weight that has changed since it was gathered."""
-    if version_of(source) != version:
+    if _version(source) != version:
         raise InputError(
             where="backward of the parallel module",
             found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
@@ -154,7 +165,7 @@ class _GatherGroup:
 
     def __init__(self, operator: str, sources: Sequence[Tensor], arguments: tuple[Any, ...]) -> None:
         self.operator, self.sources, self.arguments = operator, sources, arguments
-        self.versions = list(map(version_of, sources))
+        self.versions = list(map(_version, sources))
         self.saved = Counter[int]()
         self.wanted = Counter[int]()
         self.fulls: dict[int, Tensor] = {}
@@ -162,7 +173,9 @@ class _GatherGroup:
     def restore(self, index: int) -> Tensor:
         """One of the tensors, with the others if it isn't there: a collective then."""
         if index not in self.fulls:
-            self._gather(sorted({*self.saved, index}))
+            _check(self.sources[index], self.versions[index])
+            same = [each for each in self.saved if _version(self.sources[each]) == self.versions[each]]
+            self._gather(sorted({*same, index}))
         full = self.fulls[index]
         self.wanted[index] -= 1
         if self.wanted[index] <= 0:
@@ -170,8 +183,6 @@ class _GatherGroup:
         return full
 
     def _gather(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            _check(self.sources[index], self.versions[index])
         with torch.no_grad():
             fulls = registry.eager(self.operator)(
                 [self.sources[index] for index in indices], *arguments_of(self.arguments, indices)
@@ -254,6 +265,7 @@ class EarlyGathers:
 
 
 Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _GatherSource]]  # by the storage's address
+_OUTER = "_autopar_outer"  # the attribute of a leaf that finds its parameter
 _notes: ContextVar[Notes | None] = ContextVar("gathered weights", default=None)
 
 

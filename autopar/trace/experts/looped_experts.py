@@ -86,6 +86,12 @@ class _ExpertLoops:
                 if name:
                     self.numbers[name] = known.setdefault((key, place), len(known))
 
+        self.places = {item.name: place for place, item in enumerate(graph.operators)}
+        self.fills: dict[object, list[int]] = {}
+        for place, item in enumerate(graph.operators):
+            if (fill := self.key(item)) is not None:
+                self.fills.setdefault(fill, []).append(place)
+
     def number(self, name: str) -> object:
         """What two tensors share that the same operators make of the same tensors."""
         return self.numbers.get(name, name)
@@ -109,7 +115,7 @@ class _ExpertLoops:
         *before, added = users
         after = tuple((item.target, repr(item.args[1:])) for item in before)
         turn = LoopedExpert(self.choice(mask) or ExpertMask(mask, (), -1), end, after, added)
-        turn.sign = self.sign(end.args[0].name, turn)
+        turn.sign = self.sign(end, turn)
         return turn
 
     def users(self, end: Operator) -> list[Operator] | None:
@@ -164,35 +170,56 @@ class _ExpertLoops:
             return None
         return ExpertMask(source.args[0].name, tuple(each for each in order if each != last), expert)
 
-    def sign(self, name: str, turn: LoopedExpert) -> object:
+    def sign(self, end: Operator, turn: LoopedExpert) -> object:
         """What two turns share that compute the same with other weights; notes operators and weights."""
-        maker = self.makers.get(name)
-        if name in self.weights:
-            turn.weights.append(name)
-            return "weight", self.specs[name]
-        if maker is None or len(maker.results) != 1 or is_random(maker.target):
-            return "tensor", self.number(name)
-        if maker.target is aten.masked_fill.Scalar and self.keeps(maker, turn.choice):
-            return "rows", self.number(maker.args[0].name)
-        own = len(turn.weights)
-        parts = tuple(self.sign(ref.name, turn) for ref in refs((maker.args, maker.kwargs)))
-        kinds = {part[0] for part in parts if isinstance(part, tuple)}
-        if not kinds & {"rows", "call"}:  # of no rows
-            del turn.weights[own:]
-            return "tensor", self.number(name)
-        if maker not in turn.body:
-            turn.body.append(maker)
-        call = map_refs((maker.args, maker.kwargs), lambda ref: Ref(""))
-        return "call", str(maker.target), repr(call), parts
+        known, found, own = dict[str, object](), list[object](), self.key_of(turn.choice)
+        for item in self.between(end, turn.choice):
+            names = [str(name) for name in item.results]
+            if self.key(item) == own:  # rows, or what was made of them, filled anew
+                known[names[0]] = known.get(item.args[0].name, ("rows", self.number(item.args[0].name)))
+                continue
+            turn.body.append(item)
+            parts = [self.part(ref.name, turn, known) for ref in refs((item.args, item.kwargs))]
+            call = map_refs((item.args, item.kwargs), lambda ref: Ref(""))
+            alone = item.name if is_random(item.target) or len(names) != 1 else ""
+            found.append((str(item.target), repr(call), parts, alone))
+            known |= {name: (len(turn.body), place) for place, name in enumerate(names)}
+        return found
 
-    def keeps(self, item: Operator, choice: ExpertMask) -> bool:
-        """Whether an operator fills what a choice doesn't keep."""
-        mask = self.flat(item)
-        own = self.choice(mask) if mask else None
-        if own is None:
-            return mask == choice.keys
-        alike = self.number(own.keys) == self.number(choice.keys)
-        return alike and (own.order, own.expert) == (choice.order, choice.expert)
+    def part(self, name: str, turn: LoopedExpert, known: Mapping[str, object]) -> object:
+        """What an operand is: made by the body, a weight of the expert's own, or the same for all."""
+        if name in known:
+            return known[name]
+        if name not in self.weights:
+            return "tensor", self.number(name)
+        if name not in turn.weights:
+            turn.weights.append(name)
+        return "weight", turn.weights.index(name), self.specs[name]
+
+    def between(self, end: Operator, choice: ExpertMask) -> list[Operator]:
+        """The operators from which `end` has what it gives back, from the rows of the choice on, in order."""
+        fills = self.fills.get(self.key_of(choice), [])
+        last = self.places[end.name]
+        span = self.graph.operators[min([*fills, last]) : last]
+        made, wanted = set[str](), {end.args[0].name}
+        for item in span:
+            if self.places[item.name] in fills or not made.isdisjoint(item.operands):
+                made |= {name for name in item.results if name}
+        found = []
+        for item in reversed(span):
+            if not wanted.isdisjoint(made.intersection(name or "" for name in item.results)):
+                found.append(item)
+                wanted |= set(item.operands)
+        return found[::-1]
+
+    def key(self, item: Operator) -> object:
+        """The choice whose rows an operator fills elsewhere; None for other operators."""
+        if item.target is not aten.masked_fill.Scalar or (mask := self.flat(item)) is None:
+            return None
+        return self.key_of(self.choice(mask) or ExpertMask(mask, (), -1))
+
+    def key_of(self, choice: ExpertMask) -> object:
+        return self.number(choice.keys), choice.order, choice.expert
 
     # -- which turns are one loop -------------------------------------------------------------------
 
@@ -257,6 +284,7 @@ class _MergedLoops:
     found: _ExpertLoops
     loops: Sequence[list[LoopedExpert]]
     editor: GraphEditor = field(init=False)
+    choice: object = None  # whose rows are those of the turn that is written
 
     def run(self) -> Graph:
         self.editor = editor = GraphEditor(self.found.graph)
@@ -278,12 +306,13 @@ class _MergedLoops:
         loop = sorted(loop, key=lambda turn: turn.choice.expert)
         last = next(turn for turn in loop if turn.end is self.editor.item)
         keys, made = self.keys(last.choice), dict[str, Ref]()
+        self.choice = self.found.key_of(last.choice)
         columns = zip(*(turn.weights for turn in loop), strict=True)
         stacks = {own: self.stack(each) for own, each in zip(last.weights, columns, strict=True)}
         for item in last.body:
             (name,) = item.results
             made[str(name)] = Ref(self.written(item, keys, made, stacks))
-        return made[last.end.args[0].name]
+        return self.rows(last.end.args[0].name, made)
 
     def keys(self, choice: ExpertMask) -> str:
         """The keys in one dim, in the order of rows."""
@@ -323,11 +352,13 @@ class _MergedLoops:
 
     def rows(self, name: str, made: Mapping[str, Ref]) -> Ref:
         """What stands for an operand: what is made of all rows, or all of the rows that a mask keeps."""
-        maker = self.found.makers.get(name)
         if name in made:
             return made[name]
-        filled = maker is not None and maker.target is aten.masked_fill.Scalar and self.found.flat(maker)
-        return maker.args[0] if filled and maker else Ref(name)
+        maker = self.found.makers.get(name)
+        if maker is None or self.found.key(maker) != self.choice:
+            return Ref(name)
+        source: Ref = maker.args[0]
+        return made.get(source.name, source)
 
     def transposed(self, name: str) -> str:
         spec = self.editor.specs[name]

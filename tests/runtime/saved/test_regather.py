@@ -300,18 +300,75 @@ def test_full_copies_of_cast_weights_do_not_stay(pools: Pools) -> None:
     assert kept == pytest.approx(3, abs=0.2) and again == pytest.approx(2.5, abs=0.2)
 
 
-def _step_too_early() -> None:
-    ours = parallel("one batch", Gathering.REGATHER, make_net())
+@torch.no_grad()
+def _write(ours: nn.Module, how: str) -> None:
+    """Change parameters: of a part, of a DTensor, or by an optimizer, which may leave no trace in either."""
+    learning = [item for item in ours.parameters() if item.requires_grad]
+    if how in ("part", "parameter"):
+        for item in learning:
+            (local(item) if how == "part" else item).mul_(2)
+        return
+    for item in learning:
+        item.grad = torch.ones_like(item)
+    torch.optim.SGD(learning, 0.1, **({} if how == "default" else {how: True})).step()  # type: ignore[arg-type]
+
+
+def _step_too_early(how: str, together: bool) -> None:
+    ours = parallel("one batch", Gathering.REGATHER, make_net(), together=together)
     loss = ours(*batch())
-    with torch.no_grad():
-        for item in ours.parameters():
-            local(item).mul_(2)
+    _write(ours, how)
     with pytest.raises(InputError, match="changed since forward"):
         loss.backward()
 
 
-def test_weights_that_changed_since_forward_are_refused(pools: Pools) -> None:
-    pools(2).run(_step_too_early)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("how", ["part", "parameter", "default", "foreach", "fused"])
+def test_weights_that_changed_since_forward_are_refused(how: str, together: bool, pools: Pools) -> None:
+    pools(2).run(_step_too_early, how, together)
+
+
+class Heads(nn.Module):
+    """Two losses of one body, and a layer that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(8, 4)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.body(x).tanh()
+        return self.one(rows).square().mean(), self.other(rows).exp().mean()
+
+
+def _one_loss_at_a_time(level: str) -> list[float]:
+    torch.manual_seed(0)
+    serial, x = Heads().double(), torch.randn(8, 8, dtype=torch.float64)
+    ours = autopar.parallelize(
+        copy.deepcopy(serial),
+        autopar.ClusterSpec.local(2),
+        (x,),
+        force="batch",
+        shard_state=level,
+        measure=False,
+        quiet=True,
+    )
+    gaps = []
+    for order in ((0,), (1,), (0, 1), (1, 0)):
+        for model in (serial, ours):
+            model.zero_grad()
+            losses = model(x)
+            for place in order:
+                losses[place].backward(retain_graph=place != order[-1])
+        for mine, theirs in zip(ours.parameters(), serial.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            gaps.append(0.0 if theirs.grad is None else gap(full_of(mine.grad), theirs.grad))
+    return gaps
+
+
+@pytest.mark.parametrize("level", ["weights", "gradients"])
+def test_a_backward_may_reach_some_weights_of_a_group(level: str, pools: Pools) -> None:
+    for gaps in pools(2).run(_one_loss_at_a_time, level):
+        assert max(gaps) < EXACT
 
 
 Counts = dict[str, int]

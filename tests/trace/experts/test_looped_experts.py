@@ -11,6 +11,7 @@ from autopar.errors import ValuesAskedError
 from autopar.trace.experts.looped_experts import NOTE
 from autopar.trace.experts.routed_experts import ROUTED_EXPERTS
 from autopar.trace.export import trace
+from autopar.trace.rewrites.routed_products import ROUTED_MM
 from tests.ops.test_expert_forms import EXPERTS, HIDDEN, WIDTH, Gated, Loop, Net, proved
 
 
@@ -76,12 +77,40 @@ class AnyTurn(Loop):
         return made
 
 
+class Residual(nn.Module):
+    """Each layer's value is used twice, so paths double with every layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x
+
+
+class Deep(Loop):
+    def __init__(self, layers: int = 40) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Residual(layers) for _ in range(EXPERTS))
+
+
+class PartlyTied(Loop):
+    """One expert has the weights of its first layer in its second as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Residual(2) for _ in range(EXPERTS))
+        self.experts[1].layers[1] = self.experts[1].layers[0]
+
+
 def routed(model: nn.Module) -> int:
     graph = trace(model, (torch.randn(4, 3, WIDTH),)).graph
     return sum(item.target is ROUTED_EXPERTS for item in graph.operators)
 
 
-@pytest.mark.parametrize("kind", [Wider, Frozen, Otherwise, Scaled, Fewer, AnyTurn, Twice])
+@pytest.mark.parametrize("kind", [Wider, Frozen, Otherwise, Scaled, Fewer, AnyTurn, Twice, PartlyTied])
 def test_what_is_no_loop_over_equal_experts_is_equal_and_noted(kind: type[Loop]) -> None:
     report = proved(kind, 2, Parallelism.BATCH)
     assert report.passed and routed(Net(kind())) == 0, report
@@ -126,3 +155,9 @@ def test_rows_that_others_wrote_meanwhile_are_refused() -> None:
 def test_a_branch_on_numbers_of_rows_is_refused_with_what_does_without() -> None:
     with pytest.raises(ValuesAskedError, match="leave the branch out where no rows change nothing"):
         trace(Asked(), (torch.randn(4, 3, WIDTH),))
+
+
+def test_values_that_are_used_twice_are_looked_at_once() -> None:
+    graph = trace(Net(Deep()), (torch.randn(4, 3, WIDTH),)).graph
+    assert any(item.target in (ROUTED_MM, ROUTED_EXPERTS) for item in graph.operators)
+    assert not any(NOTE in note for note in graph.notes)
