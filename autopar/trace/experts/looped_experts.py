@@ -25,18 +25,10 @@ from autopar.core.graph import Graph, InputKind, Operator, Ref, map_refs, refs
 from autopar.core.operator_facts import facts_of, is_random
 from autopar.trace.forms.simplify import without_identities
 from autopar.trace.rewrites.routed_products import ROUTED_MM
+from autopar.trace.write.element_numbers import VIEWS, bound_of
 from autopar.trace.write.graph_editor import GraphEditor
 
 aten = torch.ops.aten
-_NUMBERS = {  # operators that give numbers of a dim's elements: the argument that says which, the result
-    aten.topk.default: (2, 1),
-    aten.max.dim: (1, 1),
-    aten.argmax.default: (1, 0),
-    aten.sort.default: (1, 1),
-    aten.argsort.default: (1, 0),
-}
-_TAKES = (aten.slice.Tensor, aten.select.int, aten.permute.default, aten.t.default, aten.transpose.int)
-_VIEWS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.flatten.using_ints)
 _PRODUCTS = {aten.linear.default: True, aten.mm.default: False, aten.matmul.default: False}  # transposed?
 NOTE = "rows that a mask keeps are computed with all others, as rows of no known number"
 
@@ -142,7 +134,7 @@ class _ExpertLoops:
     def through(self, name: str) -> Operator | None:
         """What makes a tensor, views left out."""
         maker = self.makers.get(name)
-        while maker is not None and maker.target in _VIEWS:
+        while maker is not None and maker.target in VIEWS:
             maker = self.makers.get(maker.args[0].name)
         return maker
 
@@ -245,24 +237,11 @@ class _ExpertLoops:
 
     def is_whole(self, loop: Sequence[LoopedExpert]) -> bool:
         """Whether every key has an expert, once, and all experts' operators have a form for all rows."""
-        most = self.most(loop[0].choice.keys)
+        most = bound_of(loop[0].choice.keys, self.makers, self.specs)
         experts = sorted(turn.choice.expert for turn in loop)
         return (
             most is not None and most <= len(loop) and experts == [*range(len(loop))] and self.fits(loop[-1])
         )
-
-    def most(self, keys: str) -> int | None:
-        """A number that all keys are below; None if nothing says so."""
-        maker = self.makers.get(keys)
-        while maker is not None and maker.target in (*_VIEWS, *_TAKES):
-            keys = maker.args[0].name
-            maker = self.makers.get(keys)
-        if maker is None or maker.target not in _NUMBERS:
-            return None
-        argument, result = _NUMBERS[maker.target]
-        dim = maker.args[argument] if len(maker.args) > argument else -1
-        is_plain = maker.results[result] == keys and dim is not None
-        return self.specs[maker.args[0].name].shape[dim] if is_plain else None
 
     def fits(self, turn: LoopedExpert) -> bool:
         return bool(turn.body) and all(self.has_form(item) for item in turn.body)

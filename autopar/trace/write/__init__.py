@@ -6,4 +6,5 @@ written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
 casts                what autocast casts, as operators
 kept_rows            sums, means and losses of what a boolean mask keeps
+element_numbers      keys that number the elements of a dim
 """

@@ -33,6 +33,7 @@ from autopar.torch_seams import pytree
 from autopar.torch_seams.schemas import OpOverload, schema_of
 from autopar.trace.forms.call_forms import arguments_of, called
 from autopar.trace.values.asked_inputs import inputs_behind
+from autopar.trace.write.element_numbers import keeps_one
 from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
@@ -46,6 +47,10 @@ _RETURNS = (aten.index_add.default, aten.index_put.default)
 _FLATTENING = (aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints)
 _HALF = (torch.float16, torch.bfloat16)
 _COMPARED = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)  # for assertions
+_BY_CHOOSING = (
+    "keep all rows and choose by torch.where(mask, a, b), or compute it before the call and pass it"
+)
+_BY_ADDING = f"add by y.index_add_(0, places, rows), which sums in any case; {_BY_CHOOSING}"
 Write = Callable[[fx.Node, Call, Any], Any]
 
 
@@ -132,7 +137,7 @@ class KeptRows:
             dims, mask = range(len(self._graph.specs[args[0].name].shape)), self._truth(node, args[0])
             return [Places(mask, dim) for dim in dims]
         if target is aten.nonzero.default and isinstance(args[0], Ref):
-            return Places(args[0], None)
+            return Places(self._truth(node, args[0]), None)
         if isinstance(args[0], Places) and args[0].dim is None and (place := self._column(target, args)) >= 0:
             return Places(args[0].mask, place)
         if target in (aten.sym_size.int, aten.sym_numel.default):
@@ -236,17 +241,20 @@ class KeptRows:
 
     def _returned(self, node: fx.Node, call: Call) -> Ref:
         """What becomes of a tensor to whose rows those that a mask keeps are added."""
-        into, places, rows = self._added(node, call)
+        into, mask, dims, rows = self._added(node, call)
         specs = self._graph.specs
-        given, shape = specs[into.name], specs[places.mask.name].shape
-        fits = self._flat(node, places.mask) == rows.mask and given.dtype == self._spec(rows).dtype
-        whole = replace(self._spec(rows), shape=(*shape, *given.shape[1:]))
-        if not fits or math.prod(whole.shape) != math.prod(self._spec(rows).shape):
+        given, shape = specs[into.name], specs[mask.name].shape
+        whole = replace(self._spec(rows), shape=(*shape, *given.shape[len(dims) :]))
+        if self._flat(node, mask) != rows.mask or given.dtype != self._spec(rows).dtype:
             raise self.refused(node, f"{call.target} of rows of another mask or kind")
+        if given.shape[: len(dims)] != tuple(shape[dim] for dim in dims):
+            raise self.refused(node, f"{call.target} to {given.shape[0]} rows, of a mask of {shape}")
+        if math.prod(whole.shape) != math.prod(self._spec(rows).shape):
+            raise self.refused(node, f"{call.target} of rows of another width")
         made = self._filled(node, rows.ref.name, rows.mask, 0)
         self.returned.add(made)
         made = self._reshaped(node, made, whole.shape)
-        others = [dim for dim in range(len(shape)) if dim != places.dim]
+        others = [dim for dim in range(len(shape)) if dim not in dims]
         if others:
             summed = replace(whole, shape=given.shape)
             made = self._graph.add(node, aten.sum.dim_IntList, (Ref(made), others), summed)
@@ -254,21 +262,35 @@ class KeptRows:
         spec = replace(given, requires_grad=learns)
         return Ref(self._graph.add(node, aten.add.Tensor, (into, Ref(made)), spec))
 
-    def _added(self, node: fx.Node, call: Call) -> tuple[Ref, Places, SelectedRows]:
-        """The tensor, places and rows of `y.index_add_(0, i, rows)`, or of `y[i] += rows`."""
+    def _added(self, node: fx.Node, call: Call) -> tuple[Ref, Ref, tuple[int, ...], SelectedRows]:
+        """The tensor, mask, dims and rows of `y.index_add_(0, i, rows)`, or of `y[i] += rows`.
+
+        The mask's dims are those that the tensor's first ones are.
+        """
         match call:
             case Call(aten.index_add.default, (Ref() as into, 0, Places() as places, SelectedRows() as rows)):
                 if places.dim is not None and not call.kwargs:
-                    return into, places, rows
-            case Call(aten.index_put.default, (Ref() as into, [(Places() | Ref()) as item], SelectedRows())):
-                places = Places(item, 0) if isinstance(item, Ref) else item
-                term = self._term(node, (into, [item]))
-                if term is not None and places.dim is not None and not call.kwargs:
-                    return into, places, term
+                    return into, places.mask, (places.dim,), rows
+            case Call(aten.index_put.default, (Ref() as into, [*index], SelectedRows())) if None not in index:
+                picked, term = self._picked(node, (into, index)), self._term(node, (into, index))
+                if picked is not None and term is not None and not call.kwargs:
+                    return into, *self._once(node, *picked[1:]), term
         raise self.refused(node, str(call.target))
 
+    def _once(self, node: fx.Node, mask: Ref, dims: tuple[int, ...]) -> tuple[Ref, tuple[int, ...]]:
+        """The mask and its dims, if no place along these is there twice: `y[i] += rows` adds only one row."""
+        makers = {name: item for item in self._graph.operators for name in item.results if name}
+        specs = self._graph.specs
+        others = [dim for dim, size in enumerate(specs[mask.name].shape) if dim not in dims and size != 1]
+        once = not others or len(others) == 1 and keeps_one(mask.name, others[0], makers, specs)
+        if not once or dims != tuple(sorted(dims)):
+            raise self.refused(
+                node, "y[i] += rows at places that may repeat, where one row wins,", _BY_ADDING
+            )
+        return mask, dims
+
     def _term(self, node: fx.Node, read: tuple[Any, ...]) -> SelectedRows | None:
-        """The rows that `y[i] += rows` adds: each place is there once, or eager code has no one answer."""
+        """The rows that `y[i] += rows` adds."""
         added = node.args[2]
         if not isinstance(added, fx.Node) or added.target not in (aten.add.Tensor, aten.add_.Tensor):
             return None
@@ -432,13 +454,13 @@ class KeptRows:
             self._known[name] = self._numbers.setdefault(("input", name), len(self._numbers))
         return self._known[name]
 
-    def refused(self, node: fx.Node, found: str) -> ValuesAskedError:
+    def refused(self, node: fx.Node, found: str, remedy: str = _BY_CHOOSING) -> ValuesAskedError:
         """The error of what can't be made of rows that a mask keeps."""
         error = refused(
             node,
             f"{found} of what a mask keeps, which depends on values",
-            "sums, means and losses of it",
-            "keep all rows and choose by torch.where(mask, a, b), or compute it before the call and pass it",
+            "sums, means and losses of it, or rows that are added by y[mask] += rows or index_add_",
+            remedy,
         )
         asked = ValuesAskedError(**error.as_words())
         names = {item.name for item in map(_tensor, pytree.tree_leaves(self._graph.value(node.args))) if item}

@@ -38,6 +38,11 @@ def _in_a_region(net: Any, h: Tensor, y: Tensor, m: Tensor, c: Tensor) -> Tensor
     return F.binary_cross_entropy_with_logits(h[m], goal)
 
 
+def _added(made: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    made[mask] += h[mask].tanh()
+    return made
+
+
 STATIC: dict[str, Callable[..., Tensor]] = {
     "mean of differences": lambda net, h, y, m, c: (h - y)[m].square().mean(),
     "sum": lambda net, h, y, m, c: h[m].tanh().sum(),
@@ -71,6 +76,13 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     "what is no number": lambda net, h, y, m, c: (h - torch.where(m, y, torch.nan)).square()[m].sqrt().mean(),
     "written": lambda net, h, y, m, c: h[m].exp_().sum(),
     "written and read": lambda net, h, y, m, c: (rows := h[m]).exp_().sum() + rows.sum(),
+    "numbers but 0": lambda net, h, y, m, c: (
+        h[c.nonzero().squeeze(1)].mean() + y[torch.nonzero(y.round())[:, 0]].sum()
+    ),
+    "added to rows": lambda net, h, y, m, c: _added(y.clone(), m[:, 0], h).square().mean(),
+    "added to rows of two dims": lambda net, h, y, m, c: (
+        _added(y.view(4, 2, 4).clone(), m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
+    ),
     "a bound": lambda net, h, y, m, c: h[torch.ones(8, 4, dtype=torch.bool)].mean(),
 }
 BY_VALUES: dict[str, Callable[..., Tensor]] = {
@@ -83,6 +95,12 @@ BY_VALUES: dict[str, Callable[..., Tensor]] = {
     "joined": lambda net, h, y, m, c: torch.cat([h[m], y[m]]).sum(),
     "draws": lambda net, h, y, m, c: F.dropout(h[m], 0.5).sum(),
     "put back": lambda net, h, y, m, c: h.masked_scatter(m, y[m]).sum(),
+    "rows put into more": lambda net, h, y, m, c: (
+        y.new_zeros(9, 4).index_add(0, torch.where(m[:, 0])[0], h[m[:, 0]]).sum()
+    ),
+    "one row put into more": lambda net, h, y, m, c: (
+        y.new_zeros(9, 4).index_add(0, torch.where(m[:1, 0])[0], h[:1][m[:1, 0]]).sum()
+    ),
     "a running sum": lambda net, h, y, m, c: h[m].cumsum(0).sum(),
 }
 
