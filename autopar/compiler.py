@@ -23,7 +23,7 @@ from autopar.errors import InputError
 from autopar.planning.asked.request import Request
 from autopar.planning.given_plan import check_program
 from autopar.planning.graphs.known_plans import kept, resized
-from autopar.planning.losses import as_planned, other_form
+from autopar.planning.losses import as_known, as_planned, other_form
 from autopar.planning.planner import Planner
 from autopar.results.plan.announce import Announcer
 from autopar.results.plan.plan import Plan
@@ -92,6 +92,7 @@ class Compiler(Planner):
             check_undecided(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
+        traced = as_known(traced, known)
         plan = (self.given(traced) if pinned is None else None) or self.kept(traced, known)
         rank, device = dist.get_rank(), self.device()
         if plan is None:

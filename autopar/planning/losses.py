@@ -10,7 +10,7 @@ micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.cluster import ClusterSpec
@@ -21,6 +21,7 @@ from autopar.planning.asked.request import Request
 from autopar.planning.search import MeshDecision
 from autopar.results.plan.plan import Plan
 from autopar.trace.export import Traced
+from autopar.trace.forms.linear_loss import LINEAR_LOSS
 from autopar.trace.rewrites.losses_in_pieces import with_losses_in_pieces
 
 LEAST_SPARED = 0.05  # of the cap: less changes a plan by less than predictions are off
@@ -81,6 +82,13 @@ def find_form(find: Callable[[LossPieces], Plan], is_other: Callable[[int], bool
     except (InfeasibleError, SolverError):
         return whole
     return other if other.step_seconds < whole.step_seconds else whole
+
+
+def as_known(traced: Traced, known: Sequence[Plan]) -> Traced:
+    """The graph with its losses in pieces, if plans of other calls of the model have them so."""
+    pieces = str(LINEAR_LOSS)
+    has_pieces = any(layer.op == pieces for plan in known for layer in plan.layers)
+    return replace(traced, graph=with_losses_in_pieces(traced.graph)) if has_pieces else traced
 
 
 def as_planned(traced: Traced, plan: Plan) -> Traced:

@@ -127,6 +127,7 @@ def read_cluster(random: Random, folder: Path) -> None:
 
 SAID = {
     "imbalance": 1.5,
+    "loss_pieces": "auto",
     **{"mesh": "2x2", "force": "batch+filter", "memory": "2GiB", "time_limit": 60, "gap": 0.01, "stages": 2},
     **{"micro_batches": 8, "measure": False, "measure_seconds": 5, "optimizer": "adam", "schedule": "1f1b"},
     **{"recompute": "auto", "offload": "none", "shard_state": "auto", "dtype": "bf16", "batch_dims": "x=1"},

@@ -150,6 +150,35 @@ def test_a_gradient_of_its_gradient_is_refused() -> None:
         torch.autograd.grad(loss, rows, create_graph=True)
 
 
+def test_a_forward_mode_derivative_is_refused() -> None:
+    rows, weight = (each.detach() for each in operands(6, 3, 4, biased=False))
+    with pytest.raises(InputError, match="forward-mode.*by backward"):
+        torch.func.jvp(
+            lambda x: autopar.linear_cross_entropy(x, weight, torch.arange(6) % 4), (rows,), (rows,)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_are_whole_numbers_of_any_size(dtype: torch.dtype) -> None:
+    given, labels = operands(6, 3, 4), torch.arange(6) % 4
+    assert_equal(in_pieces(given, labels.to(dtype)), of_whole_logits(given, labels))
+
+
+def test_without_labels_gradients_are_zero_whatever_comes_back() -> None:
+    rows, weight = operands(6, 3, 4, biased=False)
+    loss = autopar.linear_cross_entropy(rows, weight, torch.full((6,), -100))
+    assert loss.isnan()
+    for found in torch.autograd.grad(loss * torch.nan, [rows, weight]):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_autocast_leaves_doubles_alone() -> None:
+    given, labels = operands(6, 3, 4), torch.arange(6) % 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_pieces(given, labels)[0].dtype == torch.float64
+        assert_equal(in_pieces(given, labels), of_whole_logits(given, labels))
+
+
 def test_labels_beyond_the_classes_are_refused_as_torch_does() -> None:
     rows, weight = operands(6, 3, 4, biased=False)
     with pytest.raises(IndexError, match="Target 4 is out of bounds"):
@@ -166,6 +195,11 @@ def test_labels_beyond_the_classes_are_refused_as_torch_does() -> None:
         ({"weight": torch.ones(4, 3, dtype=torch.float64)}, "torch.float32, torch.float64.*one dtype"),
         ({"reduction": "none"}, "reduction='none'"),
         ({"piece": 0}, "piece=0"),
+        ({"piece": 2.0}, "piece=2.0"),
+        ({"ignore_index": None}, "ignore_index=None"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5.*from 0 to 1"),
+        ({"weight": torch.ones(0, 3)}, r"a weight \[0, 3\].*one class"),
+        ({"labels": torch.zeros(6).bool()}, r"labels \[6\] of torch.bool"),
     ],
 )
 def test_bad_calls_are_told(change: dict[str, Any], found: str) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import InputError
+from autopar.torch_seams.transforms import is_forward_mode
 
 NAMESPACE = "autopar_losses"
 WHERE = "autopar.linear_cross_entropy"
@@ -50,42 +51,72 @@ def linear_cross_entropy(
     `piece` the logits of one take no more elements than the gradients of rows and weight. Raises InputError
     for other shapes and dtypes, and in backward for create_graph=True.
     """
-    fault = _fault(rows, weight, labels, bias, reduction, piece)
+    rows, weight, bias = _autocast(rows, weight, bias)
+    fault = _fault(rows, weight, labels, bias, reduction) or _fault_of_numbers(
+        ignore_index, label_smoothing, piece
+    )
     if fault:
         found, wanted = fault
         raise InputError(where=WHERE, found=found, wanted=wanted, remedy="change the call")
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    if is_forward_mode():
+        raise InputError(
+            where=WHERE,
+            found="a forward-mode derivative",
+            wanted="derivatives by backward: its gradients are numbers that forward found",
+            remedy="call F.cross_entropy(F.linear(rows, weight), labels) where tangents are wanted",
+        )
+    labels = labels if labels.dtype is torch.int64 else labels.long()
     flat = rows.reshape(-1, rows.shape[-1]), labels.reshape(-1), weight, bias
     how = {"mean": MEAN, "sum": SUM}[reduction], ignore_index, float(label_smoothing), piece or 0
     loss: Tensor = LINEAR_LOSS(*flat, *how)
     return loss
 
 
+def _autocast(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of a product as autocast has them, which leaves doubles alone."""
+    if not torch.is_autocast_enabled(rows.device.type):
+        return rows, weight, bias
+    dtype = torch.get_autocast_dtype(rows.device.type)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+
+    return cast(rows), cast(weight), None if bias is None else cast(bias)
+
+
+def _fault_of_numbers(ignore_index: object, label_smoothing: object, piece: object) -> tuple[str, str] | None:
+    """What is wrong with a call's numbers, and what is wanted."""
+    if type(ignore_index) is not int:
+        return f"ignore_index={ignore_index!r}", "a whole number"
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        return f"label_smoothing={label_smoothing!r}", "a number from 0 to 1"
+    if piece is not None and (type(piece) is not int or piece < 1):
+        return f"piece={piece!r}", "at least one row, or None"
+    return None
+
+
 def _fault(
-    rows: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, piece: int | None
+    rows: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str
 ) -> tuple[str, str] | None:
-    """What is wrong with a call, and what is wanted."""
+    """What is wrong with a call's tensors, and what is wanted."""
     floats = [rows, weight, *([] if bias is None else [bias])]
     if weight.dim() != 2 or not rows.dim() or rows.shape[-1] != weight.shape[1]:
         return (
             f"rows {list(rows.shape)}, a weight {list(weight.shape)}",
             "[..., inputs] and [classes, inputs]",
         )
-    if labels.shape != rows.shape[:-1] or labels.dtype.is_floating_point or labels.dtype.is_complex:
+    if not weight.numel():
+        return f"a weight {list(weight.shape)}", "one class and one input at least"
+    numbers = labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype is torch.bool
+    if labels.shape != rows.shape[:-1] or numbers:
         found = f"labels {list(labels.shape)} of {labels.dtype} for rows {list(rows.shape)}"
         return found, "one whole number for each row"
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"a bias {list(bias.shape)}", f"one of the {weight.shape[0]} classes"
-    casts = torch.is_autocast_enabled(rows.device.type)
-    if not rows.dtype.is_floating_point or not casts and len({x.dtype for x in floats}) > 1:
+    if not rows.dtype.is_floating_point or len({x.dtype for x in floats}) > 1:
         return ", ".join(str(x.dtype) for x in floats), "floats of one dtype"
     if reduction not in ("mean", "sum"):
         return f"reduction={reduction!r}", '"mean" or "sum"'
-    if piece is not None and piece < 1:
-        return f"piece={piece}", "at least one row, or None"
     return None
 
 
@@ -242,7 +273,8 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | N
             remedy="call F.cross_entropy(F.linear(rows, weight), labels) where second derivatives are taken",
         )
     *slopes, count = ctx.saved_tensors
-    factor = gradient / count.masked_fill(count == 0, 1.0)  # of no label that is kept all slopes are 0
+    # Of no label that is kept all slopes are 0, and stay so beside a gradient that is no number.
+    factor = (gradient / count).masked_fill(count == 0, 0.0)
     queue = iter(slopes)
     of_rows, of_weight, of_bias = (
         _scaled(next(queue), factor, dtype) if wanted else None

@@ -32,6 +32,7 @@ from autopar.sharding.rule import Instance, Regroup, rule_of
 from autopar.torch_seams import pytree
 from autopar.torch_seams.schemas import OpOverload, schema_of
 from autopar.trace.forms.call_forms import arguments_of, called
+from autopar.trace.forms.linear_loss import LINEAR_LOSS
 from autopar.trace.values.asked_inputs import inputs_behind
 from autopar.trace.write.element_numbers import keeps_one
 from autopar.trace.write.written_graph import WrittenGraph, refused
@@ -39,7 +40,12 @@ from autopar.trace.write.written_graph import WrittenGraph, refused
 aten = torch.ops.aten
 
 _NONE, _MEAN = 0, 1  # at::Reduction
-_BY_IGNORING = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
+_BY_IGNORING = {  # losses that leave out labels of one value: the argument that has the labels
+    aten.cross_entropy_loss.default: "target",
+    aten.nll_loss_nd.default: "target",
+    aten.nll_loss.default: "target",
+    LINEAR_LOSS: "labels",
+}
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _PLACES = (aten.nonzero_numpy.default, aten.where.default)
@@ -324,7 +330,8 @@ class KeptRows:
             call = Call(target, (filled, *call.args[1:]), call.kwargs)
             return self._write(node, call, node.meta["val"])
         reduction = _reduction(target, given)
-        if target in _BY_IGNORING and reduction != _NONE and isinstance(given["target"], SelectedRows):
+        labels = given[_BY_IGNORING[target]] if target in _BY_IGNORING else None
+        if reduction != _NONE and isinstance(labels, SelectedRows):
             return self._ignoring(node, target, given, one)
         if reduction != _NONE:
             each = called(call, given | {"reduction": _NONE})
@@ -408,13 +415,14 @@ class KeptRows:
 
     def _ignoring(self, node: fx.Node, target: Any, given: dict[str, Any], one: SelectedRows) -> Any:
         """A loss of classes, of which rows that are left out have none."""
-        classes = self._graph.specs[given["target"].ref.name]
+        labels = _BY_IGNORING[target]
+        classes = self._graph.specs[given[labels].ref.name]
         if classes.dtype.is_floating_point:
             raise self.refused(node, f"{target} of probabilities")
         ignored = given.get("ignore_index", -100)
-        filled = Ref(self._filled(node, given["target"].ref.name, one.mask, ignored))
+        filled = Ref(self._filled(node, given[labels].ref.name, one.mask, ignored))
         rows = {name: item.ref if isinstance(item, SelectedRows) else item for name, item in given.items()}
-        call = called(Call(target, (), {}), rows | {"target": filled})
+        call = called(Call(target, (), {}), rows | {labels: filled})
         return self._write(node, call, node.meta["val"])
 
     # -- numbers ------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -125,11 +124,11 @@ def test_where_memory_has_a_price_what_the_relaxation_chose_will_do_if_it_is_clo
 
     monkeypatch.setattr(search, "solve", noted)
     monkeypatch.setattr(search._PlacementSearch, "eliminated", lambda *_: None)
-    ask = partial(choose, graph, prices, space, unfolded(graph), Goal(gap=1e-4, bounded=False))
-    found = ask(memory_price=MemoryPrice(price, price))
+    goal = Goal(gap=1e-4, bounded=False, memory_price=MemoryPrice(price, price))
+    found = choose(graph, prices, space, unfolded(graph), goal)
     assert len(sizes) == (1 if is_close else 2) and sizes == sorted(sizes)
     monkeypatch.setattr(search._PlacementSearch, "near", lambda *_: None)
-    best = ask(memory_price=MemoryPrice(price, price))
+    best = choose(graph, prices, space, unfolded(graph), goal)
     assert len(set(sizes)) == 2
     least, mine = (each.seconds + price * each.peak.nbytes for each in (best, found))
     assert mine <= least * (1 + 2 * search.PRICED_GAP)
