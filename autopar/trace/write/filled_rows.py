@@ -56,6 +56,6 @@ def filling_of(dtype: torch.dtype) -> int:
 
 
 def filling_before(call: Call, operand: Any, dtype: torch.dtype) -> int:
-    """The same in an operand of a call: 1 in a divisor."""
+    """The number that stands there in an operand of a call: 1 in a divisor."""
     is_divisor = call.target in _DIVIDING and call.args[1] is operand
     return 1 if is_divisor else filling_of(dtype)
