@@ -65,6 +65,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.rewrites.row_placements": "the same",
     "autopar.trace.rewrites.routed_products": "patterns of rows sorted and put back, which it rewrites",
     "autopar.trace.write.element_numbers": "what gives numbers of a dim's elements, and views of it",
+    "autopar.trace.write.filled_rows": "operators that are finite everywhere, and those that divide",
     "autopar.trace.write.kept_rows": "forms in which rows of a mask are made, summed and counted",
     "autopar.trace.write.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.backwards.stand_ins": "what torch calls below a graph",

@@ -7,4 +7,5 @@ in_place             in-place writes as single assignments
 casts                what autocast casts, as operators
 kept_rows            sums, means and losses of what a boolean mask keeps
 element_numbers      keys that number the elements of a dim
+filled_rows          what stands in rows that a mask leaves out
 """

@@ -81,7 +81,7 @@ class GraphBuilder:
         self.graph = WrittenGraph()
         self.casts = Casts(self.graph, autocast.device)
         self.in_place = InPlaceWrites(self.graph)
-        self.kept = KeptRows(self.graph)
+        self.kept = KeptRows(self.graph, self.casts.retyped)
         self.notes: list[str] = []
         self.inlining = 0  # regions around what is read
         self.tied = _tied_names(model)

@@ -8,9 +8,9 @@
     y.index_add_(0, i, f(x[i]))  y + sum over k of where(mask2, f(rows), 0)
 
 `x[mask]` has as many rows as the mask has elements here. What operators make of rows, one by one, they make
-of all; what is left out is 1 (0 for integers), which is in the domain of most functions, and has no gradient,
-as the first `where` drops it. What sums over rows has zeros in their place. Rules say whether an operator
-goes row by row: along a factor of its equation that is free. Anything else is refused.
+of all; what is left out is 1 (0 for integers), which is in the domain of most functions (`filled_rows`), and
+has no gradient, as the first `where` drops it. What sums over rows has zeros in their place. Rules say
+whether an operator goes row by row: along a factor of its equation that is free. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from autopar.trace.forms.call_forms import arguments_of, called
 from autopar.trace.forms.linear_loss import LINEAR_LOSS
 from autopar.trace.values.asked_inputs import inputs_behind
 from autopar.trace.write.element_numbers import keeps_one
+from autopar.trace.write.filled_rows import filling_before, filling_of, is_finite_everywhere
 from autopar.trace.write.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
@@ -88,11 +89,12 @@ class NumberKept:
 class KeptRows:
     """Writes into `graph` what operators make of rows that masks keep."""
 
-    def __init__(self, graph: WrittenGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: WrittenGraph, retyped: set[str]) -> None:
+        self._graph, self._retyped = graph, retyped
         self._write: Write
         self._masks: dict[int, str] = {}  # number of a mask -> flat mask
         self._of_rows: set[str] = set()  # tensors that stand for what is kept
+        self._fillings: dict[str, float] = {}  # tensors of rows -> what stands in those that are left out
         self._numbers: dict[Any, int] = {}  # what makes a tensor -> its number
         self._known: dict[str, int] = {}  # tensor -> the number of what makes it
         self._seen = 0  # operators that are numbered
@@ -222,8 +224,7 @@ class KeptRows:
         flat, rest = self._flat(node, mask), given.shape[len(dims) :]
         name = self._along(node, x.name, shape, dims) if dims != tuple(range(len(shape))) else x.name
         rows = self._reshaped(node, name, (math.prod(shape), *rest))
-        fill = 1 if given.dtype.is_floating_point or given.dtype.is_complex else 0
-        return SelectedRows(Ref(self._filled(node, rows, flat, fill, mark=True)), flat)
+        return SelectedRows(Ref(self._filled(node, rows, flat, filling_of(given.dtype), mark=True)), flat)
 
     def _flat(self, node: fx.Node, mask: Ref) -> str:
         """The mask in one dim; that of an equal one, if there is one."""
@@ -317,9 +318,28 @@ class KeptRows:
         left_out = self._graph.add(node, aten.logical_not.default, (Ref(mask),), flag)
         left_out = self._reshaped(node, left_out, (*flag.shape, *(1 for _ in spec.shape[1:])))
         made = self._graph.add(node, aten.masked_fill.Scalar, (Ref(rows), Ref(left_out), fill), spec)
+        if rows in self._retyped:
+            self._retyped.add(made)
         if mark:
             self._of_rows.add(made)
+            self._fillings[made] = fill
         return made
+
+    def _anew(self, node: fx.Node, call: Call, leaf: Any) -> Any:
+        """An operand of rows with a number of its domain where the mask keeps nothing."""
+        if not isinstance(leaf, SelectedRows):
+            return leaf
+        fill = filling_before(call, leaf, self._spec(leaf).dtype)
+        if self._fillings.get(leaf.ref.name) == fill:
+            return leaf
+        return SelectedRows(Ref(self._filled(node, leaf.ref.name, leaf.mask, fill, mark=True)), leaf.mask)
+
+    def _kept(self, node: fx.Node, ref: Ref, mask: str, *, finite: bool) -> SelectedRows:
+        """A result as rows, a number where the mask keeps nothing and it may be infinite."""
+        dtype = self._graph.specs[ref.name].dtype
+        if not finite and (dtype.is_floating_point or dtype.is_complex):
+            ref = Ref(self._filled(node, ref.name, mask, filling_of(dtype), mark=True))
+        return SelectedRows(ref, mask)
 
     def _made(self, node: fx.Node, call: Call, one: SelectedRows) -> Any:
         target, given = call.target, arguments_of(call)
@@ -359,10 +379,17 @@ class KeptRows:
         values = pytree.tree_map_only(torch.Tensor, lambda item: _whole(item, length), values)
         if any(value is None for value in pytree.tree_leaves(values)):
             raise self.refused(node, str(call.target))
+        finite = is_finite_everywhere(call.target)
+        args, kwargs = call.args, call.kwargs
+        if not finite:
+            args, kwargs = pytree.tree_map(lambda leaf: self._anew(node, call, leaf), (args, kwargs))
         before = len(self._graph.operators)
         full = pytree.tree_map(
-            lambda leaf: leaf.ref if isinstance(leaf, SelectedRows) else leaf, (call.args, call.kwargs)
+            lambda leaf: leaf.ref if isinstance(leaf, SelectedRows) else leaf, (args, kwargs)
         )
+        self._of_rows |= {
+            leaf.ref.name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SelectedRows)
+        }
         results = self._write(node, Call(call.target, *full), values)
         for item in self._graph.operators[before:]:  # it may begin with casts, of weights too
             if self._of_rows.isdisjoint(item.operands):
@@ -371,7 +398,10 @@ class KeptRows:
                 raise self.refused(node, str(call.target))
             self._of_rows |= {name for name in item.results if name}
         return pytree.tree_map_only(
-            Ref, lambda ref: SelectedRows(ref, one.mask), results, is_leaf=lambda item: isinstance(item, Ref)
+            Ref,
+            lambda ref: self._kept(node, ref, one.mask, finite=finite),
+            results,
+            is_leaf=lambda item: isinstance(item, Ref),
         )
 
     def _is_by_rows(self, item: Operator) -> bool:

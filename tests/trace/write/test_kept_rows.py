@@ -25,17 +25,24 @@ class Net(nn.Module):
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.rand(4))
         self.body, self.head, self.norm, self.loss = nn.Linear(6, 4), nn.Linear(4, 5), nn.LayerNorm(4), loss
 
     def forward(self, x: Tensor, y: Tensor, m: Tensor, c: Tensor) -> Any:
         h = self.body(x)
-        return self.loss(self, h, y, m, c) + 0 * self.head(self.norm(h)).sum()
+        return self.loss(self, h, y, m, c) + 0 * (self.head(self.norm(h)).sum() + self.gain.sum())
 
 
 def _in_a_region(net: Any, h: Tensor, y: Tensor, m: Tensor, c: Tensor) -> Tensor:
     with torch.no_grad():
         goal = (y[m] * 2).sigmoid()
     return F.binary_cross_entropy_with_logits(h[m], goal)
+
+
+def _detached(rows: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        made = make(rows).mean(-1)
+    return made.mean() * rows.mean()
 
 
 def _added(made: Tensor, mask: Tensor, h: Tensor) -> Tensor:
@@ -83,6 +90,33 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     "added to rows of two dims": lambda net, h, y, m, c: (
         _added(y.view(4, 2, 4).clone(), m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
     ),
+    "a logarithm of 0": lambda net, h, y, m, c: ((1 - h.sigmoid()[m[:, 0]]).log() * net.gain).mean(),
+    "rows of one number": lambda net, h, y, m, c: (
+        (((r := h[m[:, 0]]) - r.mean(-1, keepdim=True)) / r.std(-1, keepdim=True) * net.gain).tanh().mean()
+    ),
+    "a root of 0": lambda net, h, y, m, c: (
+        (d := h[m[:, 0]] - 1) * d.square().sum(-1, keepdim=True).rsqrt() * net.gain
+    ).mean(),
+    "nothing but -inf": lambda net, h, y, m, c: (
+        h[m[:, 0]].masked_fill(~(y > y.mean())[m[:, 0]] & (c != 9)[m[:, 0], None], -torch.inf).exp()
+        * net.gain
+    ).mean(),
+    "classes from 1, each": lambda net, h, y, m, c: (
+        F.cross_entropy(net.head(h)[c > 0], c[c > 0] - 1, reduction="none").square().mean()
+    ),
+    "classes from 1, picked": lambda net, h, y, m, c: (
+        net.head(h)[c > 0].log_softmax(-1).gather(1, (c[c > 0] - 1)[:, None]).mean()
+    ),
+    "classes from 1, embedded": lambda net, h, y, m, c: (
+        F.embedding(c[c > 0] - 1, net.head.weight) * h[c > 0]
+    ).mean(),
+    "classes from 1, one-hot": lambda net, h, y, m, c: (
+        (F.one_hot(c[c > 0] - 1, 5) * net.head(h)[c > 0]).square().mean()
+    ),
+    "divided by classes": lambda net, h, y, m, c: (
+        h[c > 0] * (c[c > 0].square() // c[c > 0] % c[c > 0])[:, None]
+    ).mean(),
+    "rows without gradients": lambda net, h, y, m, c: _detached(h[m[:, 0]], lambda rows: rows.exp()),
     "a bound": lambda net, h, y, m, c: h[torch.ones(8, 4, dtype=torch.bool)].mean(),
 }
 BY_VALUES: dict[str, Callable[..., Tensor]] = {
@@ -100,6 +134,9 @@ BY_VALUES: dict[str, Callable[..., Tensor]] = {
     ),
     "one row put into more": lambda net, h, y, m, c: (
         y.new_zeros(9, 4).index_add(0, torch.where(m[:1, 0])[0], h[:1][m[:1, 0]]).sum()
+    ),
+    "a running sum without gradients": lambda net, h, y, m, c: _detached(
+        h[m[:, 0]], lambda rows: rows.cumsum(0)
     ),
     "a running sum": lambda net, h, y, m, c: h[m].cumsum(0).sum(),
 }
