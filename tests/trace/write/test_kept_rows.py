@@ -194,7 +194,8 @@ def test_what_depends_on_how_many_there_are_is_refused(name: str) -> None:
 
 def test_under_autocast_rows_are_cast_as_in_eager_code() -> None:
     def loss(net: Any, h: Tensor, y: Tensor, m: Tensor, c: Tensor) -> Tensor:
-        return F.cross_entropy(net.head(h[m[:, 0]]), c[m[:, 0]]) + F.mse_loss(h[m], y[m])
+        added = _added(y.clone(), m[:, 0], h).square().mean()  # single precision, and half to be added
+        return F.cross_entropy(net.head(h[m[:, 0]]), c[m[:, 0]]) + F.mse_loss(h[m], y[m]) + added
 
     model, (x, y, m, c) = Net(loss), batch()
     args = (x.float(), y.float(), m, c)
