@@ -91,6 +91,7 @@ STATIC: dict[str, Callable[..., Tensor]] = {
         _added(y.view(4, 2, 4).clone(), m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
     ),
     "a logarithm of 0": lambda net, h, y, m, c: ((1 - h.sigmoid()[m[:, 0]]).log() * net.gain).mean(),
+    "infinite at 1": lambda net, h, y, m, c: (h.tanh()[m[:, 0]].atanh() * net.gain).mean(),
     "rows of one number": lambda net, h, y, m, c: (
         (((r := h[m[:, 0]]) - r.mean(-1, keepdim=True)) / r.std(-1, keepdim=True) * net.gain).tanh().mean()
     ),
