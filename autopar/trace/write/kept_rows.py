@@ -281,7 +281,7 @@ class KeptRows:
             case Call(aten.index_put.default, (Ref() as into, [*index], SelectedRows())) if None not in index:
                 picked, term = self._picked(node, (into, index)), self._term(node, (into, index))
                 if picked is not None and term is not None and not call.kwargs:
-                    return into, *self._once(node, *picked[1:]), term
+                    return into, *self._once(node, *picked[1:]), self._promoted(node, into, term)
         raise self.refused(node, str(call.target))
 
     def _once(self, node: fx.Node, mask: Ref, dims: tuple[int, ...]) -> tuple[Ref, tuple[int, ...]]:
@@ -304,6 +304,14 @@ class KeptRows:
         index, rows = added.args[0], self._graph.value(added.args[1])
         same = isinstance(index, fx.Node) and self._reads.get(index) == read  # and not written in between
         return rows if same and isinstance(rows, SelectedRows) and not added.kwargs else None
+
+    def _promoted(self, node: fx.Node, into: Ref, rows: SelectedRows) -> SelectedRows:
+        """The rows in the dtype of a tensor to which `+=` adds them, where that is the sum's."""
+        spec, dtype = self._spec(rows), self._spec(into).dtype
+        if spec.dtype == dtype or torch.promote_types(spec.dtype, dtype) != dtype:
+            return rows
+        made = self._graph.add(node, aten.to.dtype, (rows.ref, dtype), replace(spec, dtype=dtype))
+        return SelectedRows(Ref(made), rows.mask)
 
     def _reshaped(self, node: fx.Node, name: str, shape: tuple[int, ...]) -> str:
         spec = self._graph.specs[name]

@@ -91,6 +91,7 @@ STATIC: dict[str, Callable[..., Tensor]] = {
         _added(y.view(4, 2, 4).clone(), m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
     ),
     "a logarithm of 0": lambda net, h, y, m, c: ((1 - h.sigmoid()[m[:, 0]]).log() * net.gain).mean(),
+    "infinite at 1": lambda net, h, y, m, c: (h.tanh()[m[:, 0]].atanh() * net.gain).mean(),
     "rows of one number": lambda net, h, y, m, c: (
         (((r := h[m[:, 0]]) - r.mean(-1, keepdim=True)) / r.std(-1, keepdim=True) * net.gain).tanh().mean()
     ),
@@ -194,7 +195,8 @@ def test_what_depends_on_how_many_there_are_is_refused(name: str) -> None:
 
 def test_under_autocast_rows_are_cast_as_in_eager_code() -> None:
     def loss(net: Any, h: Tensor, y: Tensor, m: Tensor, c: Tensor) -> Tensor:
-        return F.cross_entropy(net.head(h[m[:, 0]]), c[m[:, 0]]) + F.mse_loss(h[m], y[m])
+        added = _added(y.clone(), m[:, 0], h).square().mean()  # single precision, and half to be added
+        return F.cross_entropy(net.head(h[m[:, 0]]), c[m[:, 0]]) + F.mse_loss(h[m], y[m]) + added
 
     model, (x, y, m, c) = Net(loss), batch()
     args = (x.float(), y.float(), m, c)
