@@ -425,8 +425,9 @@ class SampleFlow:
         is_mean = reduction == MEAN_REDUCTION
         if facts.is_mean or is_mean and not counts_labels(item, self.graph):
             return SampleValue(Role.MEAN, item, scale=scale)
-        known = all(given[place].given for place in _counted(item) if place < len(given))
-        if not is_mean or scale is not None or not known or self._is_half(item):
+        if not is_mean or scale is not None or self._is_half(item):
+            return SampleValue(Role.BENT, item)
+        if not all(given[place].given for place in _counted(item)):
             return SampleValue(Role.BENT, item)
         return SampleValue(Role.SUM, item, scale=Scale(item.name, None))
 
