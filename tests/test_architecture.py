@@ -67,6 +67,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.write.element_numbers": "what gives numbers of a dim's elements, and views of it",
     "autopar.trace.write.filled_rows": "operators that are finite everywhere, and those that divide",
     "autopar.trace.write.kept_rows": "forms in which rows of a mask are made, summed and counted",
+    "autopar.trace.write.returned_rows": "forms in which such rows are given back",
     "autopar.trace.write.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.backwards.stand_ins": "what torch calls below a graph",
     "autopar.runtime.dtensors.global_scalars": "torch's own table of how operators take DTensors",

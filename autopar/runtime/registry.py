@@ -82,8 +82,7 @@ def functional(
     if not is_local:
         keep_order(name, schema, kernel, shape=shape)
     run = _differentiable(name, kernel, setup, backward or _refusal(name))
-    _library.impl(name, run, "Autograd")
-    setattr(operator(name), EAGER, _unless_profiled(run, operator(name)))
+    _install(name, run)
 
 
 def _differentiable(
@@ -160,8 +159,13 @@ def functional_of_list(
             return list(apply(rest, *xs))
         return below(xs, *rest)
 
+    _install(name, run)
+
+
+def _install(name: str, run: Callable[..., Any]) -> None:
+    """Let a kernel be the operator's for tensors that may learn, by the dispatcher and past it."""
     _library.impl(name, run, "Autograd")
-    setattr(overload, EAGER, _unless_profiled(run, overload))
+    setattr(operator(name), EAGER, _unless_profiled(run, operator(name)))
 
 
 def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., Any]:

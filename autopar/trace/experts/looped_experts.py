@@ -26,6 +26,7 @@ from autopar.core.operator_facts import facts_of, is_random
 from autopar.trace.forms.simplify import without_identities
 from autopar.trace.rewrites.routed_products import ROUTED_MM
 from autopar.trace.write.element_numbers import VIEWS, bound_of
+from autopar.trace.write.equal_tensors import EqualTensors
 from autopar.trace.write.graph_editor import GraphEditor
 
 aten = torch.ops.aten
@@ -67,26 +68,19 @@ class _ExpertLoops:
         self.makers, self.consumers = graph.makers(), graph.consumers()
         self.seen = {*graph.outputs, *(value for _, value in graph.writes)}
         self.weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
-        self.numbers: dict[str, int] = {}
-        known: dict[object, int] = {}
+        self.equal = EqualTensors()
         for item in graph.operators:
             if item.operands and self.weights.issuperset(item.operands):
                 self.weights.update(name for name in item.results if name)
-            call = map_refs((item.args, item.kwargs), lambda ref: Ref(str(self.number(ref.name))))
-            key = item.name if is_random(item.target) else (str(item.target), repr(call))
-            for place, name in enumerate(item.results):
-                if name:
-                    self.numbers[name] = known.setdefault((key, place), len(known))
-
         self.places = {item.name: place for place, item in enumerate(graph.operators)}
         self.fills: dict[object, list[int]] = {}
         for place, item in enumerate(graph.operators):
             if (fill := self.key(item)) is not None:
                 self.fills.setdefault(fill, []).append(place)
 
-    def number(self, name: str) -> object:
+    def number(self, name: str) -> int:
         """What two tensors share that the same operators make of the same tensors."""
-        return self.numbers.get(name, name)
+        return self.equal.number(name, self.graph.operators)
 
     def run(self) -> Graph:
         ends = [item for item in self.graph.operators if not self.returned.isdisjoint(item.results)]

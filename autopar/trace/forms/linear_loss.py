@@ -141,8 +141,8 @@ class _Wanted:
     rows: bool
     weight: bool
     bias: bool
-    ignore_index: int
-    smoothing: float
+    ignore_index: int = IGNORED
+    smoothing: float = 0.0
 
     @property
     def any(self) -> bool:
@@ -159,10 +159,9 @@ def _run(
     ignore_index: int,
     smoothing: float,
     piece: int,
-    of_rows: bool,
-    of_weight: bool,
-    of_bias: bool,
+    *wants: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_rows, of_weight, of_bias = wants
     wanted = _Wanted(of_rows, of_weight, of_bias, ignore_index, smoothing)
     length = rows_of_piece(len(rows), rows.shape[1], len(matrix), piece)
     total = rows.new_zeros((), dtype=wide(rows.dtype))
@@ -236,20 +235,9 @@ def _count(labels: Tensor, divisor: Tensor | None, reduction: int, ignore_index:
 
 
 def _shape(
-    rows: Tensor,
-    labels: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    divisor: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    smoothing: float,
-    piece: int,
-    of_rows: bool,
-    of_weight: bool,
-    of_bias: bool,
+    rows: Tensor, labels: Tensor, matrix: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    slopes = _empty_slopes(rows, matrix, _Wanted(of_rows, of_weight, of_bias, ignore_index, smoothing))
+    slopes = _empty_slopes(rows, matrix, _Wanted(*how[-3:]))
     loss, count = (rows.new_empty((), dtype=wide(rows.dtype)) for _ in range(2))
     return loss, *slopes, count
 

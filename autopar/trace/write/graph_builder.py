@@ -48,7 +48,8 @@ from autopar.trace.state.shared_memory import ModelMemory, held_by_name
 from autopar.trace.values.asked_inputs import inputs_behind
 from autopar.trace.write.casts import Casts
 from autopar.trace.write.in_place import InPlaceWrites
-from autopar.trace.write.kept_rows import KeptRows, NumberKept, Places, SelectedRows
+from autopar.trace.write.kept_rows import KeptRows
+from autopar.trace.write.mask_rows import NumberKept, Places, SelectedRows
 from autopar.trace.write.written_graph import WrittenGraph, input_name, refused, spec_of
 
 aten = torch.ops.aten
@@ -188,7 +189,7 @@ class GraphBuilder:
         found = [self.graph.value(item) for item in node.args[0]]  # type: ignore[union-attr]
         for value, item in zip(found, node.args[0], strict=True):  # type: ignore[arg-type]
             if isinstance(value, (SelectedRows, Places, NumberKept)) and not self.inlining:
-                raise self.kept.refused(item, "an output")
+                raise self.kept.rows.refused(item, "an output")
         return found
 
     def constant(self, gm: fx.GraphModule, node: fx.Node) -> Any:
