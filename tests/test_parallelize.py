@@ -80,6 +80,7 @@ def told() -> list[tuple[int, int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_parallelize_takes_from_the_environment_what_the_script_leaves_open(pools: Pools) -> None:
     assert pools(2).run(told) == [[(2, 4, "gpipe"), (2, 2, "gpipe")]] * 2
 

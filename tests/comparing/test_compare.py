@@ -74,6 +74,7 @@ def test_rows_are_the_plan_and_its_alternatives() -> None:
     assert all(row.measured is None for row in rows.values())  # nobody asked for that
 
 
+@pytest.mark.slow
 def test_limits_on_devices_are_those_of_the_shortest_layer() -> None:
     limits = {name: row.device_limit for name, row in by_name(compared(NET, TWO)).items()}
     # 6 samples; images of 6 x 6; 8 filters, 12 and 4 outputs; 3 channels, 288 and 12 inputs

@@ -129,6 +129,7 @@ def local_parts() -> tuple[int, int]:
     return first, peak_bytes(optimizer.step, [weight, weight.grad, momentum], torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_of_a_distributed_tensor_only_the_local_part_counts(pools: Callable[[int], Pool]) -> None:
     for first, second in pools(2).run(local_parts):
         assert first == second == 3 * N // 2  # weight, gradient, momentum: half of each

@@ -35,6 +35,7 @@ def layer(target: Any, steps: int, *, both: bool, batch_first: bool, requires_gr
     return Call(target, (TensorSpec(x, torch.float32, requires_grad), states, weights, *options), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "both", "batch_first", "requires_grad"),
     [

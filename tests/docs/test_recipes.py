@@ -86,6 +86,7 @@ def test_an_added_operator_is_proved_in_parts(tried: tuple[list[str], list[tuple
     assert any("test_every_rule_shards_some_sample[Outer]" in name for name in passed)
 
 
+@pytest.mark.slow
 def test_an_added_schedule_is_torchs(tried: tuple[list[str], list[tuple[int, str]]]) -> None:
     passed, printed = tried
     assert any("test_orders_and_ranks_of_stages_are_torchs[bfs]" in name for name in passed)

@@ -67,6 +67,7 @@ def cap() -> int:
     return round(0.9 * plan(force="batch").peak_bytes)
 
 
+@pytest.mark.slow
 def test_the_price_of_a_choice_is_that_of_a_plan_in_which_it_is_pinned() -> None:
     found = head()
     assert found.plan and found.base

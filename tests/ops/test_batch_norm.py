@@ -71,6 +71,7 @@ def of_the_norm(factors: tuple[str, ...]) -> Callable[[Graph, Mesh], Forced]:
     return by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "training"),
     [("joined", True), *(pytest.param("merged", each, marks=pytest.mark.long) for each in (True, False))],

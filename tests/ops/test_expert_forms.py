@@ -202,6 +202,7 @@ def test_each_form_has_its_experts_on_several_ranks(kind: type[Stacked], ranks: 
         assert max(report.plan.parameter_bytes) <= BYTES * (others + own), report.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_over_experts_have_them_on_several_ranks(kind: type[Loop], ranks: int) -> None:
@@ -211,6 +212,7 @@ def test_loops_over_experts_have_them_on_several_ranks(kind: type[Loop], ranks: 
     assert routed.kinds == ("experts",) and not any("known number" in note for note in report.plan.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [Parallelism.BATCH, None])
 @pytest.mark.parametrize("kind", (*FORMS, *LOOPS))
 def test_each_form_is_split_otherwise_too(kind: type[Stacked], force: Parallelism | None) -> None:

@@ -101,6 +101,7 @@ def test_scans_go_with_other_splits(model: type[nn.Module], kinds: tuple[Paralle
     assert report.passed, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [StateSpace, Averages])
 def test_processes_hand_their_states_on(model: type[nn.Module]) -> None:
     report = proved(model(), Mesh((2,)), (DOMAIN,), processes=True)

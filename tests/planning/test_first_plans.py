@@ -68,7 +68,7 @@ def test_a_search_under_a_cap_is_no_slower_than_the_first_plan() -> None:
     first = first_plan(problem(cap), PURE, UNLIMITED)
     assert first is not None
     model, x = layers()
-    plan = autopar.plan(model, NODE, x, memory=cap, stages=1, micro_batches=1)
+    plan = autopar.plan(model, NODE, x, memory=cap, stages=1, micro_batches=1, mesh="8")
     assert plan.step_seconds <= first.seconds * (1 + 1e-9) and plan.peak_bytes <= cap
 
 

@@ -172,6 +172,7 @@ def refused(path: Path, change: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

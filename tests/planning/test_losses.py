@@ -52,6 +52,7 @@ def is_in_pieces(plan: Plan) -> bool:
     return any("linear_cross_entropy" in layer.op for layer in plan.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [ONE_STEP, {}], ids=["one step", "any"])
 def test_pieces_are_chosen_where_whole_logits_are_slower_under_a_cap(options: dict[str, Any]) -> None:
     free, tight = planned(memory=ROOMY, **options), planned(memory=TIGHT, **options)
@@ -104,6 +105,7 @@ def _trained(path: str | None) -> tuple[bool, list[Tensor], list[Tensor]]:
     return pieces, results[0], results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True], ids=["searched", "from a file"])
 def test_what_runs_in_pieces_is_the_serial_model(
     saved: bool, pools: Callable[[int], Pool], tmp_path: Path

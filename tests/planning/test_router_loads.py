@@ -77,6 +77,7 @@ def test_nothing_is_counted_of_what_is_large_or_has_no_values(monkeypatch: pytes
     assert not with_router_loads(call, model).graph.loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "source"),
     [

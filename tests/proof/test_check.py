@@ -386,6 +386,7 @@ def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
         precision.in_float64(torch.matmul, (torch.ones(2, 3).double(), torch.ones(2, 3).double()), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "micro_batches"), [(False, 1), (False, 2), pytest.param(True, 2, marks=pytest.mark.long)]
 )

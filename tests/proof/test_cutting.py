@@ -38,6 +38,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.tensor([-100, -100, -100, 1, 2, -100, 3, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_with_ignored_labels_the_program_equals_the_uncut_serial_model(stages: int) -> None:
     report = verified(layers(), batch(), nn.CrossEntropyLoss(), stages=stages)
@@ -60,6 +61,7 @@ def test_class_weights_may_be_a_buffer_of_the_model() -> None:
     assert report.passed and report.cutting is None, report
 
 
+@pytest.mark.slow
 def test_statistics_of_parts_that_are_asked_for_pass_with_a_statement() -> None:
     report = verified(layers(nn.BatchNorm1d(8)), batch(), nn.CrossEntropyLoss())
     assert report.passed and report.changes

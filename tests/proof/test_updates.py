@@ -25,6 +25,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_rule_is_proved(tmp_path: Path) -> None:
     """And what another rule does isn't taken for it."""
     (tmp_path / "net.py").write_text(NET)

@@ -55,6 +55,7 @@ def batch_parts(model: nn.Module) -> Parts:
     return parts_of(partial(trace, model), batch(BATCH), {})
 
 
+@pytest.mark.slow
 def test_two_graphs_tell_those_of_other_sizes() -> None:
     parts = batch_parts(Heads())
     few = parts.traced(8).graph

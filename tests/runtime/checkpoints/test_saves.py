@@ -189,6 +189,7 @@ def _resumed(case: str, folder: Path, options: dict[str, Any]) -> dict[str, Tens
     return run.numbers() | {"drawn": drawn}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS)
 def test_in_the_same_world_a_resumed_run_with_dropout_is_the_undisturbed_one_bit_for_bit(
     case: str, pools: Pools, tmp_path: Path
@@ -217,6 +218,7 @@ def _check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(item, expected[name], rtol=CLOSE, atol=CLOSE, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "size"), [("filter", "batch", 1), ("weights in shards", "filter", 2)]
 )

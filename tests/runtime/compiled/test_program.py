@@ -66,6 +66,7 @@ def _collectives_traced(gathering: Gathering, recomputed: bool) -> dict[str, int
         return _collectives(gathering, recomputed, 2, compiles=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gathering, recomputed, gathers, scatters",
     [

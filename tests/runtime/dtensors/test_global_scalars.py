@@ -290,6 +290,7 @@ def _by_hand(name: str, number: bool) -> None:
     assert len(str(told.value).partition(": found")[2]) < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), [*((name, False) for name in BY_HAND), ("stack", True)])
 def test_of_one_stages_parameters_no_number_is_made_by_hand(pools: Pools, name: str, number: bool) -> None:
     pools(2).run(_by_hand, name, number, timeout=30.0)

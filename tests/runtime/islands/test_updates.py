@@ -136,6 +136,7 @@ def check(results: Sequence[Sequence[Result | None]], count: int) -> list[list[R
     return by_rule
 
 
+@pytest.mark.slow
 def test_rules_on_two_islands(tmp_path: Path) -> None:
     words = [
         "summed",
@@ -168,6 +169,7 @@ def test_rules_on_three_islands(tmp_path: Path) -> None:
     check(run_function(train_on_islands, 3, words, 3, tmp_path, {}), 3)
 
 
+@pytest.mark.slow
 def test_servers(tmp_path: Path) -> None:
     """K-sync, K-async, K-batch-sync and K-batch-async."""
     words = [

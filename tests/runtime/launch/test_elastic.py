@@ -125,6 +125,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_that_no_rank_listens_to_yet_is_passed_on_once_one_does(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LISTENS_LATE)

@@ -332,6 +332,7 @@ def test_stages_hold_less_while_what_they_save_is_offloaded(kind: ScheduleKind, 
         assert less < 0.75 * measured
 
 
+@pytest.mark.slow
 def test_a_deeper_net_needs_no_more_memory_on_the_device(pools: Pools) -> None:
     for offloaded, growth in ((False, 4), (True, 0)):
         few, many = (pools(2).run(partial(peaks, offloaded=offloaded), layers) for layers in (6, 10))

@@ -201,6 +201,7 @@ def steps(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("share", SHARES)
 def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(

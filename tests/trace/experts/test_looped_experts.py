@@ -110,6 +110,7 @@ def routed(model: nn.Module) -> int:
     return sum(item.target is ROUTED_EXPERTS for item in graph.operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Wider, Frozen, Otherwise, Scaled, Fewer, AnyTurn, Twice, PartlyTied])
 def test_what_is_no_loop_over_equal_experts_is_equal_and_noted(kind: type[Loop]) -> None:
     report = proved(kind, 2, Parallelism.BATCH)
@@ -157,6 +158,7 @@ def test_a_branch_on_numbers_of_rows_is_refused_with_what_does_without() -> None
         trace(Asked(), (torch.randn(4, 3, WIDTH),))
 
 
+@pytest.mark.slow
 def test_values_that_are_used_twice_are_looked_at_once() -> None:
     graph = trace(Net(Deep()), (torch.randn(4, 3, WIDTH),)).graph
     assert any(item.target in (ROUTED_MM, ROUTED_EXPERTS) for item in graph.operators)

@@ -209,7 +209,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
     word=st.sampled_from(["logical_not", "logical_and", "logical_or", "ge", "lt", "ne"]),
     reach=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_forms_of_integers_as_truth_and_of_those_that_wrap_are_true(
     dtype: torch.dtype, offset: int, word: str, reach: int
 ) -> None:

@@ -101,6 +101,7 @@ def test_rows_that_somebody_sees_in_their_order_stay_in_it() -> None:
     assert not targets & {ROUTED_MM, ROUTED_EXPERTS} and aten._grouped_mm.default in targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_of_transformers_are_known_in_every_dtype(dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
