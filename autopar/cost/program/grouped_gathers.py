@@ -4,8 +4,9 @@
     together    gather w v u   linear   norm   linear                      one latency, three copies
 
 Backward gathers those together that it reads, and scatters all gradients of a group at once. A group is there
-as a whole while one of it is used: so groups end where blocks do, and are as small as memory asks for. A
-weight that is large, or that several blocks use, travels alone. What starts early does so one by one.
+as a whole while one of it is used: so groups end where blocks do, and are as small as memory asks for. Of
+weights that are cast first the shards are cast where the group is gathered. A weight that is large, or that
+several blocks use, travels alone. What starts early does so one by one.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Candidate(NamedTuple):
 def _candidates(priced: PricedProgram) -> Iterator[_Candidate]:
     """Weights that may be in groups, in the order of first use."""
     graph, program, prices = priced.graph, priced.program, priced.prices
-    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER} | graph.cast_weights
     segments = {place: first for first, stop in program.recompute for place in range(first, stop)}
     places: dict[str, set[tuple[str, int]]] = {}
     needs: dict[str, set[Layout]] = {}
@@ -103,11 +104,13 @@ def _candidates(priced: PricedProgram) -> Iterator[_Candidate]:
         for index, name in enumerate(item.operands):
             if name in weights:
                 layout = tuple(option.operands[index] for option in program.strategies[item.name])
-                learns = prices.training and weights[name].requires_grad
+                learns = prices.training and graph.specs[name].requires_grad
                 needs.setdefault(name, set()).add(canonical(layout, differentiable=learns))
                 places.setdefault(name, set()).add((_block(item.module), segments.get(place, -1)))
+        for name in weights.intersection(item.results):
+            places[name] = {(_block(item.module), segments.get(place, -1))}
     for name, used in places.items():
-        move, spec = _only_gather(program, name), weights[name]
+        move, spec = _only_gather(program, name), graph.specs[name]
         if move is None or len(used) != 1 or name in graph.outputs:
             continue
         learns = prices.training and spec.requires_grad
@@ -119,15 +122,16 @@ def _candidates(priced: PricedProgram) -> Iterator[_Candidate]:
 
 
 def _only_gather(program: Program, name: str) -> Move | None:
-    """The one gather, on one axis, of a weight that is used in one way: S -> R -> B is S -> B in a group."""
+    """The one gather, on one axis, of a weight that is used in one way: S -> R -> B and S -> P -> B are
+    S -> B in a group."""
     moves = program.moves.get(name, ())
-    if len(moves) not in (1, 2) or program.gathering(name) is Gathering.ONCE or not gathers(moves[0]):
+    if not moves or program.gathering(name) is Gathering.ONCE:
         return None
-    first, last = moves[0], moves[-1]
-    if last is first:
-        return first
-    onward = last.source == first.target and last.axes == first.axes and effect(last).name == "r_to_b"
-    return Move(first.axis, first.source, last.target) if onward else None
+    onward = all(one.target == other.source for one, other in itertools.pairwise(moves))
+    if not onward or len({move.axes for move in moves}) > 1:
+        return None
+    whole = Move(moves[0].axis, moves[0].source, moves[-1].target)
+    return whole if gathers(whole) else None
 
 
 def _with(program: Program, groups: Groups) -> Program:

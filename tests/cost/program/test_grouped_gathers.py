@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.results.plan.plan import Plan
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.whole_tensors import full_of
 
@@ -59,6 +60,14 @@ def test_weights_of_a_block_that_are_gathered_alike_are_a_group(shard_state: str
     blocks = [tuple(f"blocks_{number}_{name}" for name in learning) for number in range(2)]
     assert [names for names in found.together if names[0].startswith("blocks")] == blocks
     assert all(len(found.moves[name]) == 1 for names in found.together for name in names)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_casts_of_a_block_that_are_gathered_alike_are_a_group(reduce: str) -> None:
+    plan = _plan(dtype="bf16", reduce_dtype=reduce)
+    cast = [names for names in plan.program.together if names[0].endswith("_to")]
+    assert [len(names) for names in cast[:2]] == [4, 4]  # matrices and biases of two layers a block
+    assert plan.program.reduce.value == reduce
 
 
 def test_weights_that_are_gathered_once_a_step_or_not_at_all_are_in_no_group() -> None:
@@ -137,12 +146,38 @@ def test_gradients_that_are_whole_everywhere_are_not_summed(pools: Pools) -> Non
         assert ("norm_weight", "norm_bias") in found and len(found) == 2
 
 
-def _peaks(shard_state: str) -> tuple[int, int]:
-    """Bytes of a step's peak on this rank, as predicted and as measured."""
+def _parallel(x: Tensor, shard_state: str, dtype: str) -> ParallelModule:
     torch.manual_seed(0)
-    x = torch.randn(8, WIDTH)
     options = {"force": "batch", "measure": False, "quiet": True, "optimizer": "sgd"}
-    ours = autopar.parallelize(Net(), autopar.ClusterSpec.local(2), (x,), shard_state=shard_state, **options)
+    return autopar.parallelize(
+        Net(), autopar.ClusterSpec.local(2), (x,), shard_state=shard_state, dtype=dtype, **options
+    )
+
+
+def _gradients(together: bool) -> list[Tensor]:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if not together:
+            patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda _: ())
+        ours = _parallel(x, "weights", "bf16")
+        assert bool(ours.plan.program.together) == together
+        ours(x).backward()
+    return [full_of(item.grad) for item in ours.parameters() if item.requires_grad]
+
+
+def _compare_gradients() -> None:
+    for one, other in zip(_gradients(True), _gradients(False), strict=True):
+        assert torch.equal(one, other) and one.any()
+
+
+def test_gradients_of_casts_in_groups_are_those_of_each_alone(pools: Pools) -> None:
+    pools(2).run(_compare_gradients)
+
+
+def _peaks(shard_state: str, dtype: str) -> tuple[int, int]:
+    """Bytes of a step's peak on this rank, as predicted and as measured."""
+    x = torch.randn(8, WIDTH)
+    ours = _parallel(x, shard_state, dtype)
     assert ours.plan.program.together
 
     def step() -> None:
@@ -154,7 +189,11 @@ def _peaks(shard_state: str) -> tuple[int, int]:
     return ours.plan.peak_bytes, peak_bytes(step, [*ours.parameters(), x], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("shard_state", ["weights", "gradients"])
-def test_the_predicted_peak_with_groups_is_the_measured_one(shard_state: str, pools: Pools) -> None:
-    for predicted, measured in pools(2).run(_peaks, shard_state):
+@pytest.mark.parametrize(
+    "shard_state, dtype", [("weights", "fp32"), ("gradients", "fp32"), ("weights", "bf16")]
+)
+def test_the_predicted_peak_with_groups_is_the_measured_one(
+    shard_state: str, dtype: str, pools: Pools
+) -> None:
+    for predicted, measured in pools(2).run(_peaks, shard_state, dtype):
         assert predicted == pytest.approx(measured, rel=0.05), (predicted, measured)
