@@ -67,9 +67,10 @@ def _geometry_of(shapes: tuple[Shape, ...], dims: Shape, blocks: Shape, sizes: S
     return _Geometry(dims, blocks, parts, seen, [list(map(math.prod, each)) for each in seen])
 
 
-def _gather(
+def _start_gather(
     xs: Sequence[Tensor], group: str, dims: Sequence[int], blocks: Sequence[int], sizes: Sequence[int]
-) -> list[Tensor]:
+) -> Callable[[], list[Tensor]]:
+    """Begin to gather; what is returned waits, and gives the full tensors."""
     all_parts, me = _geometry(xs, dims, blocks, sizes), groups.index(group)
     for x, dim, count, own in zip(xs, dims, blocks, all_parts.sizes, strict=True):
         expect(x, dim, count * own[me])
@@ -77,30 +78,58 @@ def _gather(
     by_rank = all_parts.by_rank
     flat = mine.new_empty(sum(by_rank))
     slots = flat.split(by_rank)
-    transport.all_gather(flat, slots, mine, group)
-    pieces = [slot.split(all_parts.of_rank(rank)) for rank, slot in enumerate(slots)]
-    return [
-        torch.cat([piece.view(shape) for piece, shape in zip(each, shapes, strict=True)], dim + 1).flatten(
-            dim, dim + 1
-        )
-        for dim, shapes, *each in zip(dims, all_parts.shapes, *pieces, strict=True)
-    ]
+    arrived = transport.start_all_gather(flat, slots, mine, group)
+
+    def finish() -> list[Tensor]:
+        arrived()
+        pieces = [slot.split(all_parts.of_rank(rank)) for rank, slot in enumerate(slots)]
+        return [
+            torch.cat([piece.view(shape) for piece, shape in zip(each, shapes, strict=True)], dim + 1).flatten(
+                dim, dim + 1
+            )
+            for dim, shapes, *each in zip(dims, all_parts.shapes, *pieces, strict=True)
+        ]
+
+    return finish
 
 
-def _scatter(
-    xs: Sequence[Tensor], group: str, dims: Sequence[int], blocks: Sequence[int], sizes: Sequence[int]
-) -> list[Tensor]:
+def _gather(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _start_gather(xs, *arguments)()
+
+
+def _start_scatter(
+    xs: Sequence[Tensor],
+    group: str,
+    dims: Sequence[int],
+    blocks: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Callable[[], list[Tensor]]:
+    """Begin to sum, in `dtype` if any, and to scatter; doubles are summed as they are."""
+    own = xs[0].dtype
+    other = own if dtype is None or own is torch.float64 else dtype
+    xs = [x.to(other) for x in xs]
     all_parts, me = _geometry(xs, dims, blocks, sizes), groups.index(group)
     parts = [
         moves.parts_of_full(x, dim, count, own)
         for x, dim, count, own in zip(xs, dims, blocks, all_parts.sizes, strict=True)
     ]
     flat = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
-    total = transport.reduce_scatter(flat, flat.split(all_parts.by_rank), group)
-    return [
-        piece.view(shapes[me]).flatten(dim, dim + 1)
-        for piece, shapes, dim in zip(total.split(all_parts.of_rank(me)), all_parts.shapes, dims, strict=True)
-    ]
+    added = transport.start_reduce_scatter(flat, flat.split(all_parts.by_rank), group)
+
+    def finish() -> list[Tensor]:
+        pieces = added().to(own).split(all_parts.of_rank(me))
+        return [
+            piece.view(shapes[me]).flatten(dim, dim + 1)
+            for piece, shapes, dim in zip(pieces, all_parts.shapes, dims, strict=True)
+        ]
+
+    return finish
+
+
+def _scatter(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _start_scatter(xs, *arguments)()
 
 
 def _full(

@@ -70,6 +70,18 @@ def test_casts_of_a_block_that_are_gathered_alike_are_a_group(reduce: str) -> No
     assert plan.program.reduce.value == reduce
 
 
+@pytest.mark.parametrize("schedule, grouped", [("1f1b", True), ("gpipe", True), ("zb1p", False)])
+def test_stages_gather_groups_of_their_own_weights(schedule: str, *, grouped: bool) -> None:
+    """Where backward is split gradients of weights are made one by one."""
+    torch.manual_seed(0)
+    options = {"force": "batch", "measure": False, "shard_state": "weights", "schedule": schedule}
+    x = torch.randn(8, WIDTH)
+    plan = autopar.plan(Net(), autopar.ClusterSpec.local(4), (x,), stages=2, micro_batches=4, **options)
+    assert bool(plan.program.together) == grouped
+    owner = {name: names[0].split("_norm")[0] for names in plan.program.together for name in names}
+    assert all(name.startswith(block) for name, block in owner.items() if name.startswith("blocks"))
+
+
 def test_weights_that_are_gathered_once_a_step_or_not_at_all_are_in_no_group() -> None:
     assert not _plan("optimizer").program.together and not _plan("none").program.together
 
@@ -98,7 +110,7 @@ def test_a_group_takes_less_than_its_weights_one_by_one() -> None:
     for together in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not together:
-                patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda _: ())
+                patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda *_: ())
             cluster = autopar.ClusterSpec(nodes=1, devices_per_node=2, intra=link)
             plan = autopar.plan(
                 Net(), cluster, (torch.randn(8, WIDTH),), force="batch", measure=False, shard_state="weights"
@@ -158,7 +170,7 @@ def _gradients(together: bool) -> list[Tensor]:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda _: ())
+            patch.setattr("autopar.cost.program.grouped_gathers._groups", lambda *_: ())
         ours = _parallel(x, "weights", "bf16")
         assert bool(ours.plan.program.together) == together
         ours(x).backward()
