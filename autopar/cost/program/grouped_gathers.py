@@ -6,7 +6,7 @@
 Backward gathers those together that it reads, and scatters all gradients of a group at once. A group is there
 as a whole while one of it is used: so groups end where blocks do, and are as small as memory asks for. Of
 weights that are cast first the shards are cast where the group is gathered. A weight that is large, or that
-several blocks use, travels alone. What starts early does so one by one.
+several blocks use, travels alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 def gathered_together(priced: PricedProgram, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
     """The program with weights in groups, as large ones as `cap` bytes allow; none spans stages."""
-    groups = () if priced.prices.early else tuple(_groups(priced, starts))
+    groups = tuple(_groups(priced, starts))
     extra = {names: _extra(priced, names) for names in groups}
     for most in sorted(set(extra.values()), reverse=True):
         program = _with(priced.program, tuple(names for names in groups if extra[names] <= most))

@@ -272,7 +272,6 @@ class _Recorder:
                 own=0,
                 gradients=tuple(item for call in each for item in call.gradients),
                 repeats=all(call.repeats for call in each),
-                backward_scratch=sum(call.backward_scratch for call in each),
             ),
         )
         roots = tuple(item.value for item in gives)

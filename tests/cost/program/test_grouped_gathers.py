@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.results.plan.plan import Plan
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.torch_seams.autograd import graph_task
 from tests.pool import Pool
 from tests.whole_tensors import full_of
 
@@ -92,10 +95,6 @@ def test_a_weight_as_large_as_a_bucket_of_its_own_travels_alone() -> None:
     assert found and large.isdisjoint(name for names in found for name in names)
 
 
-def test_what_starts_early_travels_alone() -> None:
-    assert not _plan(overlap=True).program.together
-
-
 def test_groups_are_as_small_as_the_cap_asks_for() -> None:
     free = _plan()
     capped = _plan(memory=free.peak_bytes - 1)
@@ -158,12 +157,46 @@ def test_gradients_that_are_whole_everywhere_are_not_summed(pools: Pools) -> Non
         assert ("norm_weight", "norm_bias") in found and len(found) == 2
 
 
-def _parallel(x: Tensor, shard_state: str, dtype: str) -> ParallelModule:
+def _parallel(x: Tensor, shard_state: str, dtype: str, *, overlap: bool = False) -> ParallelModule:
     torch.manual_seed(0)
-    options = {"force": "batch", "measure": False, "quiet": True, "optimizer": "sgd"}
+    options = {"force": "batch", "measure": False, "quiet": True, "optimizer": "sgd", "overlap": overlap}
     return autopar.parallelize(
         Net(), autopar.ClusterSpec.local(2), (x,), shard_state=shard_state, dtype=dtype, **options
     )
+
+
+def _trained(shard_state: str, *, overlap: bool) -> tuple[list[Tensor], int]:
+    """Weights after three steps without streams, and gathers of groups that started in backward."""
+    x, started = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), [0]
+    gather = transport.start_all_gather
+
+    def start_all_gather(*args: Any) -> Any:
+        started[0] += graph_task() != -1
+        return gather(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "wires", lambda _: None)
+        patch.setattr(transport, "start_all_gather", start_all_gather)
+        ours = _parallel(x, shard_state, "bf16", overlap=overlap)
+        assert len(ours.plan.program.together) >= 3
+        optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ours(x).backward()
+            optimizer.step()
+    return [full_of(item) for item in ours.parameters()], started[0]
+
+
+def _compare_overlap(shard_state: str) -> None:
+    (early, begun), (late, _) = (_trained(shard_state, overlap=overlap) for overlap in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(early, late, strict=True))
+    assert bool(begun) == (shard_state == "weights")
+
+
+@pytest.mark.parametrize("shard_state", ["weights", "gradients"])
+def test_groups_that_start_early_train_as_those_that_dont(shard_state: str, pools: Pools) -> None:
+    """From the second step on backward starts the group that came next in the one before."""
+    pools(2).run(_compare_overlap, shard_state)
 
 
 def _gradients(together: bool) -> list[Tensor]:
