@@ -181,7 +181,7 @@ def _finished(decision: MeshDecision) -> FoundPlan:
         rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     if (unlike := mixed.passed) and step.seconds > unlike.seconds:
         rows.append(promise("unlike blocks", unlike.seconds, unlike.peak_bytes, step.seconds))
-    step = gathering_together(step, problem.cap, request.micro_batches)
+    step = gathering_together(step, problem.cap, request.micro_batches, problem.hop)
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)

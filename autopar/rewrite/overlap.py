@@ -15,6 +15,7 @@ recomputed, which runs twice.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import fx
 from autopar.core.graph import TensorSpec
 from autopar.core.recompute import Segment
 from autopar.runtime import registry
+from autopar.runtime.collectives.grouped_moves import GROUPED
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.torch_seams.schemas import OpOverload, short_name
@@ -31,9 +33,13 @@ from autopar.torch_seams.schemas import OpOverload, short_name
 # What is in memory beside a plan's peak: weights that come, gradients that go, an activation's sum, and
 # what gradients of weights are made of.
 AT_ONCE = 4
-_HALVED = {registry.operator(name): name for name in HALVED}
+_HALVED = {registry.operator(name): name for name in (*HALVED, *GROUPED)}
 _CAST = torch.ops.aten.to.dtype
-_BESIDE = {_CAST, *(registry.operator("r_to_b" + ending) for ending in ("", *SUMMED.values()))}
+_BESIDE = {
+    _CAST,
+    operator.getitem,
+    *(registry.operator("r_to_b" + ending) for ending in ("", *SUMMED.values())),
+}
 
 
 def overlap(
@@ -71,7 +77,8 @@ def overlap(
         for node in groups[number] if number < len(groups) else ():
             if node not in started:
                 args = fx.node.map_arg(node.args, copied)
-                started[node] = copy.call_function(registry.operator(START + _HALVED[node.target]), args)
+                begun = copy.call_function(registry.operator(START + _HALVED[node.target]), args)
+                started[node] = copy.call_function(operator.getitem, (begun, 0)) if _is_group(node) else begun
 
     for node in graph.nodes:
         number = place.get(node)
@@ -79,7 +86,8 @@ def overlap(
             copied(node)
             continue
         start(number)
-        args = (started[node], *fx.node.map_arg(node.args, lambda old: made[old]))
+        args = fx.node.map_arg(node.args, lambda old: made[old])
+        args = ([started[node], *args[0]], *args[1:]) if _is_group(node) else (started[node], *args)
         target: Any = registry.operator(WAIT + _HALVED[node.target])
         made[node] = copy.create_node("call_function", target, args, name=node.name)
         if node is groups[number][-1]:
@@ -117,15 +125,24 @@ def _leads(node: fx.Node, names: Collection[str]) -> bool:
     """Whether a node gathers a placeholder of one of these names, or its cast."""
     if node.op != "call_function" or node.target not in _HALVED:
         return False
-    weight = _weight(node)
-    return weight.op == "placeholder" and str(weight.target) in names
+    weights = map(_weight, _sources(node))
+    return all(weight.op == "placeholder" and str(weight.target) in names for weight in weights)
 
 
-def _weight(gather: fx.Node) -> fx.Node:
-    """The gathered weight, before its cast."""
+def _is_group(gather: fx.Node) -> bool:
+    return isinstance(gather.args[0], Sequence)
+
+
+def _sources(gather: fx.Node) -> Sequence[Any]:
+    """What a node gathers: one weight, or its cast, or those of a group."""
     source: Any = gather.args[0]
-    weight: fx.Node = source.args[0] if _is_cast(source) else source
-    return weight
+    return source if _is_group(gather) else (source,)
+
+
+def _weight(source: fx.Node) -> fx.Node:
+    """The gathered weight, before its cast."""
+    weight: Any = source.args[0] if _is_cast(source) else source
+    return weight  # type: ignore[no-any-return]
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -149,14 +166,23 @@ def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node
 
 def _bytes(group: Sequence[fx.Node], weights: Mapping[str, TensorSpec]) -> float:
     """Bytes of a group before it is needed: full tensors, and casts of shards, of the largest ones."""
-    return sum(_bytes_of(node, weights[str(_weight(node).target)]) for node in group)
+    return sum(
+        _bytes_of(source, weights[str(_weight(source).target)], sizes)
+        for node in group
+        for source, sizes in zip(_sources(node), _sizes(node), strict=True)
+    )
 
 
-def _bytes_of(gather: fx.Node, weight: TensorSpec) -> float:
-    source: Any = gather.args[0]
+def _sizes(gather: fx.Node) -> list[Sequence[int]]:
+    """Each rank's part of each weight that a node gathers."""
+    sizes: Any = gather.args[-1]
+    ranks = len(sizes) // len(_sources(gather))
+    return [sizes[first : first + ranks] for first in range(0, len(sizes), ranks)]
+
+
+def _bytes_of(source: Any, weight: TensorSpec, sizes: Sequence[int]) -> float:
     if not _is_cast(source):
         return weight.nbytes
     full = float(weight.numel * source.args[1].itemsize)
-    sizes: Any = gather.args[-1]
     largest: float = max(sizes) / sum(sizes)
     return full * (1.0 + largest)

@@ -97,6 +97,8 @@ class _RankWriter:
             for number, (name, layout) in enumerate(program.offload)
         }
         self.together = {name: names for names in program.together for name in names}
+        self.makers = {name: step for step, item in enumerate(graph.operators) for name in item.results}
+        self.written: set[int] = set()
 
     def write(self) -> None:
         for item in self.graph.inputs:
@@ -106,28 +108,8 @@ class _RankWriter:
             self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(
                 item.name, spec
             )
-        for step, operation in enumerate(self.graph.operators):
-            strategy = self.program.strategies[operation.name]
-            written = len(self.emitter.graph.nodes)
-            values = [
-                self.value(name, tuple(option.operands[index] for option in strategy))
-                for index, name in enumerate(operation.operands)
-            ]
-            site = Site(
-                operation,
-                dims=self.dims,
-                strategy=strategy,
-                coordinate=self.coordinate,
-                emitter=self.emitter,
-                values=values,
-                exact_random=self.exact_random,
-            )
-            results = rule_of(operation).lower(site)
-            for index, (name, value) in enumerate(zip(operation.results, results, strict=True)):
-                if name is not None:
-                    self.define(name, site.result_layout(index), value)
-            for node in self.latest(len(self.emitter.graph.nodes) - written):
-                self.layers[node.name], self.steps[node.name] = operation.module, step
+        for step in range(len(self.graph.operators)):
+            self.write_operator(step)
         written = len(self.emitter.graph.nodes)
         outputs = [self.value(name, self.program.outputs[name]) for name in self.graph.outputs]
         for node in self.latest(len(self.emitter.graph.nodes) - written):
@@ -136,6 +118,35 @@ class _RankWriter:
         self.emitter.graph.output(tuple(outputs + writes))
         self.emitter.graph.eliminate_dead_code(is_impure_node=_is_impure)
         self.emitter.graph.lint()
+
+    def write_operator(self, step: int) -> None:
+        """Write an operator that isn't written yet."""
+        if step in self.written:
+            return
+        self.written.add(step)
+        operation = self.graph.operators[step]
+        strategy = self.program.strategies[operation.name]
+        written = len(self.emitter.graph.nodes)
+        values = [
+            self.value(name, tuple(option.operands[index] for option in strategy))
+            for index, name in enumerate(operation.operands)
+        ]
+        site = Site(
+            operation,
+            dims=self.dims,
+            strategy=strategy,
+            coordinate=self.coordinate,
+            emitter=self.emitter,
+            values=values,
+            exact_random=self.exact_random,
+        )
+        results = rule_of(operation).lower(site)
+        for index, (name, value) in enumerate(zip(operation.results, results, strict=True)):
+            if name is not None:
+                self.define(name, site.result_layout(index), value)
+        for node in self.latest(len(self.emitter.graph.nodes) - written):
+            self.layers.setdefault(node.name, operation.module)
+            self.steps[node.name] = step
 
     def write_buffer(self, buffer: str, value: str) -> fx.Node:
         """The buffer's value after the step, converted as a part of the operator that makes it."""
@@ -203,7 +214,9 @@ class _RankWriter:
         return self.emitter.collective(target, args, shape)
 
     def gather_together(self, names: Sequence[str]) -> dict[str, fx.Node]:
-        """Weights that one exchange gathers, each remembered in its new layout."""
+        """Weights that one exchange gathers, each remembered in its new layout; their casts come first."""
+        for step in (self.makers[name] for name in names if name in self.makers):
+            self.write_operator(step)
         moves = {name: next(filter(gathers, self.program.moves[name])) for name in names}
         sources = [self.value(name, move.source) for name, move in moves.items()]
         dims, blocks, sizes = [], [], list[int]()

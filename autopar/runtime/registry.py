@@ -97,7 +97,7 @@ def _differentiable(
 
     def below(*args: Any) -> Any:
         with below_autograd():
-            return kernel(*args) if _is_real(args[0]) and not _has_notes(args) else overload(*args)
+            return kernel(*args) if is_real(args[0]) and not _has_notes(args) else overload(*args)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -136,7 +136,7 @@ def functional_of_list(
 
     def below(xs: list[Any], *rest: Any) -> Any:
         with below_autograd():
-            is_plain = all(map(_is_real, xs)) and not _has_notes(xs)
+            is_plain = all(map(is_real, xs)) and not _has_notes(xs)
             return kernel(xs, *rest) if is_plain else overload(xs, *rest)
 
     class DifferentiableList(torch.autograd.Function):
@@ -177,7 +177,7 @@ def _unless_profiled(run: Callable[..., Any], overload: Any) -> Callable[..., An
     return eager
 
 
-def _is_real(tensor: Any) -> bool:
+def is_real(tensor: Any) -> bool:
     """Whether a tensor has values, and nothing but a kernel is to see it."""
     return type(tensor) is torch.Tensor and not tensor.is_meta and not num_dispatch_modes()
 

@@ -91,8 +91,8 @@ class ForcedCompiler(compiler.Compiler):
             own = (item for item in items if bisect(starts, item.maker) == bisect(starts, item.needed - 1))
             program = replace(program, offload=tuple(item.tensor for item in own))
         if self.together:
-            prices = Prices(graph, dims, self.cluster, ROUGH)
-            program = PricedProgram(prices, program).gathered_together(None).program
+            prices = Prices(graph, dims, self.cluster.stage(self.pipeline.ranks), ROUGH)
+            program = PricedProgram(prices, program).gathered_together(None, starts).program
         pipeline = replace(self.pipeline, starts=starts)
         if request.pipeline_ranks == 1:
             pipeline = Pipeline(micro_batches=request.micro_batches)

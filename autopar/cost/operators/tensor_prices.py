@@ -307,7 +307,8 @@ class TensorPrices:
             laid = self._laid_together(nbytes, share)
             alone = self._exchanges.action(MoveAction.SLICE, nbytes, axes)
             back = share * scatter + laid if is_summed else alone
-            found[name] = share * ahead + laid, back if self._requires_grad(name) else 0.0
+            parts = share * ahead + laid, back if self._requires_grad(name) else 0.0
+            found[name] = self._shown(effect(moves[first]).name, *parts, weight=True)
         return found
 
     # -- state ----------------------------------------------------------------------------------------

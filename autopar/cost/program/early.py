@@ -81,7 +81,7 @@ def early_exchanges(priced: PricedProgram) -> Iterator[EarlyExchange]:
     for value in priced.values.of.values():
         if value.move is None or value.leads or any(place in recomputed for place in value.uses):
             continue
-        before, after = prices.move_parts(value.name, value.move)
+        before, after = priced.move_parts(value)
         place = priced.place_of(value)
         if value.name in weights and gathers(value.move):
             yield EarlyExchange(Phase.FORWARD, place, before, before)

@@ -4,8 +4,9 @@
     together    gather w v u   linear   norm   linear                      one latency, three copies
 
 Backward gathers those together that it reads, and scatters all gradients of a group at once. A group is there
-as a whole while one of it is used: so groups end where blocks do, and are as small as memory asks for. A
-weight that is large, or that several blocks use, travels alone. What starts early does so one by one.
+as a whole while one of it is used: so groups end where blocks do, and are as small as memory asks for. Of
+weights that are cast first the shards are cast where the group is gathered. A weight that is large, or that
+several blocks use, travels alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,9 +34,9 @@ _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # blocks.3 of blocks.3.mlp.0
 Groups = tuple[tuple[str, ...], ...]
 
 
-def gathered_together(priced: PricedProgram, cap: int | None) -> PricedProgram:
-    """The program with weights in groups, as large ones as `cap` bytes allow."""
-    groups = () if priced.prices.early else tuple(_groups(priced))
+def gathered_together(priced: PricedProgram, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
+    """The program with weights in groups, as large ones as `cap` bytes allow; none spans stages."""
+    groups = tuple(_groups(priced, starts))
     extra = {names: _extra(priced, names) for names in groups}
     for most in sorted(set(extra.values()), reverse=True):
         program = _with(priced.program, tuple(names for names in groups if extra[names] <= most))
@@ -59,9 +61,9 @@ def gather_of(program: Program, name: str) -> Move:
     return next(filter(gathers, program.moves[name]))
 
 
-def _groups(priced: PricedProgram) -> Iterator[tuple[str, ...]]:
+def _groups(priced: PricedProgram, starts: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Groups of at least two, block by block."""
-    for _, block in itertools.groupby(_candidates(priced), key=lambda each: each.block):
+    for _, block in itertools.groupby(_candidates(priced, starts), key=lambda each: each.block):
         filling: dict[Hashable, list[_Candidate]] = {}
         for each in block:
             sizes = _sizes(priced, each.move)
@@ -92,42 +94,46 @@ class _Candidate(NamedTuple):
     kind: Hashable
 
 
-def _candidates(priced: PricedProgram) -> Iterator[_Candidate]:
+def _candidates(priced: PricedProgram, starts: Sequence[int]) -> Iterator[_Candidate]:
     """Weights that may be in groups, in the order of first use."""
     graph, program, prices = priced.graph, priced.program, priced.prices
-    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER} | graph.cast_weights
     segments = {place: first for first, stop in program.recompute for place in range(first, stop)}
-    places: dict[str, set[tuple[str, int]]] = {}
+    places: dict[str, set[tuple[str, int, int]]] = {}
     needs: dict[str, set[Layout]] = {}
     for place, item in enumerate(graph.operators):
+        where = _block(item.module), segments.get(place, -1), bisect_right(starts, place)
         for index, name in enumerate(item.operands):
             if name in weights:
                 layout = tuple(option.operands[index] for option in program.strategies[item.name])
-                learns = prices.training and weights[name].requires_grad
+                learns = prices.training and graph.specs[name].requires_grad
                 needs.setdefault(name, set()).add(canonical(layout, differentiable=learns))
-                places.setdefault(name, set()).add((_block(item.module), segments.get(place, -1)))
+                places.setdefault(name, set()).add(where)
+        for name in weights.intersection(item.results):
+            places[name] = {where}
     for name, used in places.items():
-        move, spec = _only_gather(program, name), weights[name]
+        move, spec = _only_gather(program, name), graph.specs[name]
         if move is None or len(used) != 1 or name in graph.outputs:
             continue
         learns = prices.training and spec.requires_grad
         if needs[name] == {canonical(move.target, differentiable=learns)}:
-            ((block, segment),) = used
+            ((block, *part),) = used
             way, wide = program.gathering(name), prices.widening(name)
-            kind = effect(move).name, move.axes, spec.dtype, spec.requires_grad, way, wide, segment
+            kind = effect(move).name, move.axes, spec.dtype, spec.requires_grad, way, wide, *part
             yield _Candidate(name, move, prices.local_bytes(name, move.target), block, kind)
 
 
 def _only_gather(program: Program, name: str) -> Move | None:
-    """The one gather, on one axis, of a weight that is used in one way: S -> R -> B is S -> B in a group."""
+    """The one gather, on one axis, of a weight that is used in one way: S -> R -> B and S -> P -> B are
+    S -> B in a group."""
     moves = program.moves.get(name, ())
-    if len(moves) not in (1, 2) or program.gathering(name) is Gathering.ONCE or not gathers(moves[0]):
+    if not moves or program.gathering(name) is Gathering.ONCE:
         return None
-    first, last = moves[0], moves[-1]
-    if last is first:
-        return first
-    onward = last.source == first.target and last.axes == first.axes and effect(last).name == "r_to_b"
-    return Move(first.axis, first.source, last.target) if onward else None
+    onward = all(one.target == other.source for one, other in itertools.pairwise(moves))
+    if not onward or len({move.axes for move in moves}) > 1:
+        return None
+    whole = Move(moves[0].axis, moves[0].source, moves[-1].target)
+    return whole if gathers(whole) else None
 
 
 def _with(program: Program, groups: Groups) -> Program:

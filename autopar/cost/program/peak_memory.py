@@ -368,29 +368,41 @@ class Replay:
         gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.regather(root)
-        made = []
-        for item in call.memory.gradients if incoming else ():
-            if item.alias is None:
-                made.append((item.value, self.gradient(item.nbytes)))
-            elif item.alias in incoming:
-                self.heap.hold(incoming[item.alias], 0)
-                made.append((item.value, incoming[item.alias]))
+        is_over = part is None and any(item.value in self.tape.gathered for item in call.memory.gives)
+        if is_over:  # who gathered it anew has: nobody reads the cast shard any more
+            self.release(number)
+        made = self.gradients(call, incoming) if incoming else []
         self.note(call.place, call.memory.backward_scratch if incoming else 0)
         for root in gathered:
             self.regathers[root] -= 1
             if root not in self.tape.together or not self.regathers[root]:
                 self.heap.drop(("gathered", root))
-        if part is None:
-            for root in call.memory.saves - self.tape.gathered:
-                (self.host if root in self.host else self.saved).release(root)
-            self.saved.release_own(number)
-        else:
+        if part is not None:
             self.forget_recomputed(number)
+        elif not is_over:
+            self.release(number)
         for key in incoming.values():
             self.heap.drop(key)
         for value, key in made:
             self.add(value, key)
         self.note(call.place)
+
+    def gradients(self, call: TapeCall, incoming: Mapping[int, Hashable]) -> list[tuple[int, Hashable]]:
+        """Make the gradients of what a call took, or hold those of what it gave that they are."""
+        made = []
+        for item in call.memory.gradients:
+            if item.alias is None:
+                made.append((item.value, self.gradient(item.nbytes)))
+            elif item.alias in incoming:
+                self.heap.hold(incoming[item.alias], 0)
+                made.append((item.value, incoming[item.alias]))
+        return made
+
+    def release(self, number: int) -> None:
+        """Let go of what a call has saved."""
+        for root in self.calls[number].memory.saves - self.tape.gathered:
+            (self.host if root in self.host else self.saved).release(root)
+        self.saved.release_own(number)
 
     def regather(self, root: int) -> None:
         """Have a weight there, with all that are to be of its group; those last until their last use."""

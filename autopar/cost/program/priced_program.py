@@ -6,7 +6,7 @@ PricedProgram(prices, program)  ->  values  ->  tape  ->  peak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -119,9 +119,10 @@ class PricedProgram:
         """The program without remedies: nothing is recomputed, nothing offloaded."""
         return self.remedied(recompute=(), offload=())
 
-    def gathered_together(self, cap: int | None) -> PricedProgram:
-        """The program with weights that are gathered in groups, as far as `cap` bytes allow."""
-        return gathered_together(self, cap)
+    def gathered_together(self, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
+        """The program with weights that are gathered in groups, as far as `cap` bytes allow, none spanning
+        stages that begin at `starts`."""
+        return gathered_together(self, cap, starts)
 
     def remedied(
         self,

@@ -93,7 +93,7 @@ def _weighted(tape: Tape) -> tuple[set[int], set[int]]:
     for number, call in enumerate(tape.calls):
         if weights.isdisjoint(item.value for item in call.memory.gradients):
             continue
-        if len(call.memory.takes) == 1:  # a conversion of the weight, or a view
+        if weights.issuperset(call.memory.takes):  # a conversion of weights, or a view
             weights.update(item.value for item in call.memory.gives)
             alone.add(number)
         else:

@@ -122,26 +122,14 @@ class _Recorder:
         self.inputs = {item.name for item in self.graph.inputs}
         self.given: set[int] = set()  # their values
         self.copies = {name: each.layout for name, each in copies(priced).items()}
+        self.makers = {name: at for at, item in enumerate(self.graph.operators) for name in item.results}
+        self.run: set[int] = set()  # operators that are recorded
 
     def record(self) -> Tape:
         inputs = {item.name: self.input(item) for item in self.graph.inputs}
         self.given = set(inputs.values())
-        for place, item in enumerate(self.graph.operators):
-            strategy = self.program.strategies[item.name]
-            operands = [
-                self.converted(name, tuple(option.operands[index] for option in strategy), place)
-                for index, name in enumerate(item.operands)
-            ]
-            found = self.prices.calls(item, strategy, **self.apart(item, strategy))
-            numbers = dict(enumerate(operands))
-            for call in found.calls:
-                self.add(place, self.numbered(call, numbers))
-            for index, (name, result) in enumerate(zip(item.results, found.results, strict=True)):
-                if name is not None and result is not None:
-                    key = name, self.tidy(name, tuple(option.results[index] for option in strategy))
-                    self.value[key] = numbers[result]
-                    self.names[numbers[result]] = name
-                    self.note(numbers[result], key, place + 1)
+        for place in range(len(self.graph.operators)):
+            self.operator(place, place)
         final = len(self.graph.operators)
         outputs = [self.converted(name, self.program.outputs[name], final) for name in self.graph.outputs]
         for buffer, name in self.graph.writes:
@@ -168,6 +156,28 @@ class _Recorder:
             copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
             made=self.made,
         )
+
+    def operator(self, number: int, place: int) -> None:
+        """Record an operator, unless it is, as a part of the one at `place`."""
+        if number in self.run:
+            return
+        self.run.add(number)
+        item = self.graph.operators[number]
+        strategy = self.program.strategies[item.name]
+        operands = [
+            self.converted(name, tuple(option.operands[index] for option in strategy), place)
+            for index, name in enumerate(item.operands)
+        ]
+        found = self.prices.calls(item, strategy, **self.apart(item, strategy))
+        numbers = dict(enumerate(operands))
+        for call in found.calls:
+            self.add(place, self.numbered(call, numbers))
+        for index, (name, result) in enumerate(zip(item.results, found.results, strict=True)):
+            if name is not None and result is not None:
+                key = name, self.tidy(name, tuple(option.results[index] for option in strategy))
+                self.value[key] = numbers[result]
+                self.names[numbers[result]] = name
+                self.note(numbers[result], key, place + 1, len(self.calls) - 1)
 
     def apart(self, item: Operator, strategy: Strategy) -> dict[str, tuple[int, ...]]:
         """Return which operands come from moves, and which results go there, if moves part groups."""
@@ -198,10 +208,10 @@ class _Recorder:
         self.names.append(name)
         return value
 
-    def note(self, value: int, key: Key, operators: int) -> None:
+    def note(self, value: int, key: Key, operators: int, call: int) -> None:
         """Remember what the memory that a value begins is called, if it is neither an input's nor a view."""
         if self.root[value] == value and value not in self.given and key[0] not in self.inputs:
-            self.made.setdefault(value, StorageOrigin(*key, len(self.calls) - 1, operators))
+            self.made.setdefault(value, StorageOrigin(*key, call, operators))
 
     def input(self, item: GraphInput) -> int:
         layout = self.program.inputs[item.name]
@@ -244,35 +254,32 @@ class _Recorder:
             if name in self.together and gathers(self.moves[key]):
                 self.gather_together(self.together[name], place)
             else:
-                self.value[key] = self.convert(name, self.moves[key], place)
+                self.add(place, self.convert(name, self.moves[key], place))
         return self.value[key]
 
     def gather_together(self, names: Sequence[str], place: int) -> None:
-        """Add the one call that gathers a group of weights."""
-        begun = len(self.calls)
-        for name in names:
-            (move,) = self.program.moves[name]
-            self.value[name, self.tidy(name, move.target)] = self.convert(name, move, place)
-        each = [call.memory for call in self.calls[begun:]]
-        del self.calls[begun:]
+        """Add the one call that gathers a group of weights, and the casts before it."""
+        for number in (self.makers[name] for name in names if name in self.makers):
+            self.operator(number, place)
+        each = [self.convert(name, move, place) for name in names for move in self.program.moves[name]]
         gives = tuple(item for call in each for item in call.gives)
         self.add(
             place,
             CallMemory(
                 takes=tuple(value for call in each for value in call.takes),
                 gives=gives,
-                saves=frozenset(),
+                saves=frozenset().union(*(call.saves for call in each)),
                 own=0,
                 gradients=tuple(item for call in each for item in call.gradients),
                 repeats=all(call.repeats for call in each),
-                backward_scratch=sum(call.backward_scratch for call in each),
             ),
         )
         roots = tuple(item.value for item in gives)
         if self.gathered.issuperset(roots):
             self.regathered_together |= dict.fromkeys(roots, roots)
 
-    def convert(self, name: str, move: Move, place: int) -> int:
+    def convert(self, name: str, move: Move, place: int) -> CallMemory:
+        """Make the value of a conversion, whose call is added next."""
         source = self.converted(name, move.source, place)
         what, deferred = effect(move), (name, move) in self.deferred
         passes = what.forward is MoveAction.NOTHING or deferred  # a copy that is gathered once lies there
@@ -292,10 +299,11 @@ class _Recorder:
         saves = frozenset(
             {self.root[source]} - self.given - self.gathered if regather else ()
         )  # weights stay
+        key = name, self.tidy(name, move.target)
+        self.value[key] = value
+        self.note(value, key, place, len(self.calls))
         memory = CallMemory((source,), (given,), saves, 0, gradients, repeats=passes or regather)
-        self.add(place, replace(memory, backward_scratch=max(0, scratch)))
-        self.note(value, (name, self.tidy(name, move.target)), place)
-        return value
+        return replace(memory, backward_scratch=max(0, scratch))
 
     def summed_bytes(self, name: str, move: Move) -> int:
         """Bytes of a gradient and its sum over ranks, if they are summed in a dtype other than the

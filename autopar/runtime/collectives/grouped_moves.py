@@ -5,6 +5,8 @@
 
     flat      [ rank 0: a a c | rank 1: b b d ]
 
+In halves (started_moves.py) a handle is a list of one, and a wait takes it before the tensors.
+
 Every rank puts its parts side by side; what arrives is joined weight by weight. `dims` and `blocks` are those
 of each weight, `sizes` those of each weight on each rank.
 """
@@ -20,15 +22,21 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import registry
-from autopar.runtime.collectives import groups, transport
+from autopar.runtime.collectives import groups, started_moves, transport
 from autopar.runtime.collectives import placement_moves as moves
 from autopar.runtime.collectives.row_ranges import expect
 from autopar.runtime.saved import regather
 
 TOGETHER = "_together"  # ends the names of moves of several tensors, but for REGATHER
 _SCHEMA = "(Tensor[] xs, str group, int[] dims, int[] blocks, int[] sizes) -> Tensor[]"
+GROUPED = [  # which programs start early, as they do those of single tensors
+    name.removesuffix(regather.REGATHER) + TOGETHER + regather.REGATHER * name.endswith(regather.REGATHER)
+    for name in started_moves.HALVED
+]
 MOST_GEOMETRIES = 4096  # whose geometry is remembered
 Shape = tuple[int, ...]
+_Back = Callable[[Sequence[Tensor | None], moves.Arguments], list[Tensor | None]]
+_Start = Callable[..., Callable[[], list[Tensor]]]
 
 
 class _Geometry(NamedTuple):
@@ -67,9 +75,10 @@ def _geometry_of(shapes: tuple[Shape, ...], dims: Shape, blocks: Shape, sizes: S
     return _Geometry(dims, blocks, parts, seen, [list(map(math.prod, each)) for each in seen])
 
 
-def _gather(
+def _start_gather(
     xs: Sequence[Tensor], group: str, dims: Sequence[int], blocks: Sequence[int], sizes: Sequence[int]
-) -> list[Tensor]:
+) -> Callable[[], list[Tensor]]:
+    """Begin to gather; what is returned waits, and gives the full tensors."""
     all_parts, me = _geometry(xs, dims, blocks, sizes), groups.index(group)
     for x, dim, count, own in zip(xs, dims, blocks, all_parts.sizes, strict=True):
         expect(x, dim, count * own[me])
@@ -77,30 +86,58 @@ def _gather(
     by_rank = all_parts.by_rank
     flat = mine.new_empty(sum(by_rank))
     slots = flat.split(by_rank)
-    transport.all_gather(flat, slots, mine, group)
-    pieces = [slot.split(all_parts.of_rank(rank)) for rank, slot in enumerate(slots)]
-    return [
-        torch.cat([piece.view(shape) for piece, shape in zip(each, shapes, strict=True)], dim + 1).flatten(
-            dim, dim + 1
-        )
-        for dim, shapes, *each in zip(dims, all_parts.shapes, *pieces, strict=True)
-    ]
+    arrived = transport.start_all_gather(flat, slots, mine, group)
+
+    def finish() -> list[Tensor]:
+        arrived()
+        pieces = [slot.split(all_parts.of_rank(rank)) for rank, slot in enumerate(slots)]
+        return [
+            _joined(each, shapes, dim)
+            for dim, shapes, *each in zip(dims, all_parts.shapes, *pieces, strict=True)
+        ]
+
+    return finish
 
 
-def _scatter(
-    xs: Sequence[Tensor], group: str, dims: Sequence[int], blocks: Sequence[int], sizes: Sequence[int]
-) -> list[Tensor]:
+def _joined(parts: Sequence[Tensor], shapes: Sequence[Shape], dim: int) -> Tensor:
+    """The full tensor of each rank's part."""
+    seen = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return torch.cat(seen, dim + 1).flatten(dim, dim + 1)
+
+
+def _gather(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _start_gather(xs, *arguments)()
+
+
+def _start_scatter(
+    xs: Sequence[Tensor],
+    group: str,
+    dims: Sequence[int],
+    blocks: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Callable[[], list[Tensor]]:
+    """Begin to sum, in `dtype` if any, and to scatter; doubles are summed as they are."""
+    own = xs[0].dtype
+    other = own if dtype is None or own is torch.float64 else dtype
     all_parts, me = _geometry(xs, dims, blocks, sizes), groups.index(group)
     parts = [
         moves.parts_of_full(x, dim, count, own)
         for x, dim, count, own in zip(xs, dims, blocks, all_parts.sizes, strict=True)
     ]
-    flat = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
-    total = transport.reduce_scatter(flat, flat.split(all_parts.by_rank), group)
-    return [
-        piece.view(shapes[me]).flatten(dim, dim + 1)
-        for piece, shapes, dim in zip(total.split(all_parts.of_rank(me)), all_parts.shapes, dims, strict=True)
-    ]
+    flat = xs[0].new_empty(sum(all_parts.by_rank), dtype=other)
+    torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank], out=flat)
+    added = transport.start_reduce_scatter(flat, flat.split(all_parts.by_rank), group)
+
+    def finish() -> list[Tensor]:
+        pieces = added().to(own).split(all_parts.of_rank(me))
+        return [
+            piece.view(shapes[me]).flatten(dim, dim + 1)
+            for piece, shapes, dim in zip(pieces, all_parts.shapes, dims, strict=True)
+        ]
+
+    return finish
 
 
 def _full(
@@ -138,42 +175,93 @@ def _slices(gradients: Sequence[Tensor | None], arguments: moves.Arguments) -> l
 
 
 def _sums(
-    gradients: Sequence[Tensor | None], arguments: moves.Arguments, *, dtype: torch.dtype | None = None
+    gradients: Sequence[Tensor | None], arguments: moves.Arguments, *, scatter: str
 ) -> list[Tensor | None]:
-    """Parts that are this rank's of sums of gradients, in `dtype` if any; doubles stay doubles."""
-    there = {index: each for index, each in enumerate(gradients) if each is not None}
-    if not there:
-        return list(gradients)
-    own = next(iter(there.values())).dtype
-    other = own if dtype is None or own is torch.float64 else dtype
-    summed = registry.eager("p_to_s" + TOGETHER)(
-        [each.to(other) for each in there.values()], *regather.arguments_of(arguments, there)
-    )
-    found: list[Tensor | None] = [None] * len(gradients)
-    for index, total in zip(there, summed, strict=True):
-        found[index] = total.to(own)
-    return found
+    """Parts that are this rank's of sums of gradients."""
+    there, others = _there(gradients, arguments)
+    return _filled(gradients, registry.eager(scatter)(there, *others) if there else [])
 
 
-def _register(name: str, back: Callable[..., list[Tensor | None]]) -> None:
-    """Register a gather of several weights, whose gradients go `back`, and one whose results don't stay."""
+def _there(
+    gradients: Sequence[Tensor | None], arguments: moves.Arguments
+) -> tuple[list[Tensor], moves.Arguments]:
+    """The gradients that there are, and a move's arguments for these alone."""
+    indices = [index for index, each in enumerate(gradients) if each is not None]
+    there = [each for each in gradients if each is not None]
+    return there, regather.arguments_of(arguments, indices)
+
+
+def _filled(gradients: Sequence[Tensor | None], results: Sequence[Tensor]) -> list[Tensor | None]:
+    """What came of gradients, and None where there was none."""
+    found = iter(results)
+    return [None if each is None else next(found) for each in gradients]
+
+
+def _register(name: str, back: _Back, start: _Start | None = None) -> None:
+    """Register a gather of several weights, whose gradients go `back`, one whose results don't stay, and both
+    in halves: there gradients `start` where they are at hand, and arrive where the gather started."""
 
     def regathered(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-        full = _gather(xs, *arguments)
-        regather.note_together(full, "s_to_b" + TOGETHER, xs, arguments)
+        return _noted(_gather(xs, *arguments), xs, arguments)
+
+    def waited(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+        full: list[Tensor] = started_moves.end(xs[0])
         return full
+
+    def waited_noted(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+        return _noted(waited(xs, *arguments), xs[1:], arguments)
 
     def backward(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
         return back(gradients, ctx.arguments)
 
-    for kernel, suffix in ((_gather, ""), (regathered, regather.REGATHER)):
-        registry.functional_of_list(
-            name + TOGETHER + suffix, _SCHEMA, kernel, shape=_full, setup=_keep_arguments, backward=backward
-        )
+    def begin_back(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
+        there, others = _there(gradients, ctx.arguments)
+        if start is None or not there or torch.is_grad_enabled() or not all(map(registry.is_real, there)):
+            return [None, *back(gradients, ctx.arguments)]
+        finish, shape = start(there, *others), [None if each is None else each[:0] for each in gradients]
+        handle = started_moves.begin(there[0].new_empty(1), lambda: _filled(shape, finish()))
+        return [handle, *(None for _ in gradients)]
+
+    def end_back(ctx: Any, handle: Tensor | None) -> list[Tensor | None]:
+        if handle is None:
+            return [None for _ in ctx.arguments[1]]
+        parts: list[Tensor | None] = started_moves.end(handle)
+        return parts
+
+    def register(half: str, kernel: Any, shape: Any, slope: Any, suffix: str) -> None:
+        named, setup = half + name + TOGETHER + suffix, _keep_arguments
+        registry.functional_of_list(named, _SCHEMA, kernel, shape=shape, setup=setup, backward=slope)
+
+    for suffix, whole, rest in (("", _gather, waited), (regather.REGATHER, regathered, waited_noted)):
+        register("", whole, _full, backward, suffix)
+        register(started_moves.START, _begin, _handle, end_back, suffix)
+        register(started_moves.WAIT, rest, lambda xs, *others: _full(xs[1:], *others), begin_back, suffix)
 
 
-registry.functional_of_list("p_to_s" + TOGETHER, _SCHEMA, _scatter, shape=_local)
+def _noted(full: list[Tensor], xs: Sequence[Tensor], arguments: moves.Arguments) -> list[Tensor]:
+    regather.note_together(full, "s_to_b" + TOGETHER, xs, arguments)
+    return full
+
+
+def _begin(xs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return [started_moves.begin(xs[0].new_empty(1), _start_gather(xs, *arguments))]
+
+
+def _handle(xs: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [xs[0].new_empty(1)]
+
+
+def _register_sums(ending: str, dtype: torch.dtype | None) -> None:
+    """Register a gather whose gradients are summed, in `dtype` if any, and what sums them."""
+    start = functools.partial(_start_scatter, dtype=dtype)
+    scatter = "p_to_s" + ending + TOGETHER
+    registry.functional_of_list(
+        scatter, _SCHEMA, lambda xs, *arguments: start(xs, *arguments)(), shape=_local
+    )
+    _register("s_to_b" + ending, functools.partial(_sums, scatter=scatter), start)
+
+
 _register("s_to_r", _slices)
-_register("s_to_b", _sums)
+_register_sums("", None)
 for _precision, _ending in moves.SUMMED.items():
-    _register("s_to_b" + _ending, functools.partial(_sums, dtype=moves.DTYPES[_precision]))
+    _register_sums(_ending, moves.DTYPES[_precision])

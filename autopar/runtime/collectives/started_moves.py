@@ -38,17 +38,17 @@ HALVED = tuple(  # moves that programs start early
     name + suffix for name in (*_SUMMING, "s_to_r") for suffix in ("", regather.REGATHER)
 )
 SUMS = {"p_to_r": "r_to_b", "p_to_b": "p_to_b", "r_to_b": "p_to_r"}  # others, with their transposed ones
-_under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
+_under_way: dict[int, Callable[[], Any]] = {}  # by the handle's storage
 Arguments = tuple[Any, ...]
 
 
-def begin(handle: Tensor, finish: Callable[[], Tensor]) -> Tensor:
+def begin(handle: Tensor, finish: Callable[[], Any]) -> Tensor:
     """Begin a move: `wait` on the handle returns the result of `finish`."""
     _under_way[storage_key(handle.untyped_storage())] = finish
     return handle
 
 
-def end(handle: Tensor) -> Tensor:
+def end(handle: Tensor) -> Any:
     """Wait for the exchange under a handle, and return its result; raises CheckError the second time."""
     finish = _under_way.pop(storage_key(handle.untyped_storage()), None)
     if finish is None:
@@ -122,7 +122,7 @@ def _half(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]
         return begin(_handle(x), start(x, *arguments))
 
     def end_kernel(handle: Tensor, x: Tensor, *arguments: Any) -> Tensor:
-        full = end(handle)
+        full: Tensor = end(handle)
         if name.endswith(regather.REGATHER):
             regather.note(full, name.removesuffix(regather.REGATHER), x, arguments)
         return full

@@ -169,25 +169,49 @@ class _GatherGroup:
         self.saved = Counter[int]()
         self.wanted = Counter[int]()
         self.fulls: dict[int, Tensor] = {}
+        self.begun: Callable[[], None] | None = None
 
     def restore(self, index: int) -> Tensor:
         """One of the tensors, with the others if it isn't there: a collective then."""
         if index not in self.fulls:
             _check(self.sources[index], self.versions[index])
-            same = [each for each in self.saved if _version(self.sources[each]) == self.versions[each]]
-            self._gather(sorted({*same, index}))
+            if self.begun is None:
+                self._gather(sorted({*self._unchanged(), index}))
+            else:
+                self.begun()
         full = self.fulls[index]
         self.wanted[index] -= 1
         if self.wanted[index] <= 0:
             del self.fulls[index]
         return full
 
+    def begin(self, index: int) -> None:
+        """Begin to bring the tensor, with the others."""
+        _check(self.sources[index], self.versions[index])
+        indices = sorted({*self._unchanged(), index})
+        sources, arguments = [self.sources[each] for each in indices], arguments_of(self.arguments, indices)
+        with torch.no_grad():
+            handle = registry.eager(f"start_{self.operator}")(sources, *arguments)
+
+        def wait() -> None:
+            with torch.no_grad():
+                fulls = registry.eager(f"wait_{self.operator}")([*handle, *sources], *arguments)
+            self._come(indices, fulls)
+
+        self.begun = wait
+
+    def _unchanged(self) -> Iterator[int]:
+        return (each for each in self.saved if _version(self.sources[each]) == self.versions[each])
+
     def _gather(self, indices: Sequence[int]) -> None:
         with torch.no_grad():
             fulls = registry.eager(self.operator)(
                 [self.sources[index] for index in indices], *arguments_of(self.arguments, indices)
             )
-        self.fulls = dict(zip(indices, fulls, strict=True))
+        self._come(indices, fulls)
+
+    def _come(self, indices: Sequence[int], fulls: Sequence[Tensor]) -> None:
+        self.fulls, self.begun = dict(zip(indices, fulls, strict=True)), None
         self.wanted = Counter(self.saved)
 
 
@@ -210,8 +234,13 @@ class _GroupMember(_GatherSource):
         """The full tensor, anew: a collective, unless another of the group has brought it."""
         return self.group.restore(self.index)
 
-    def start(self) -> None:
-        """Nothing begins ahead."""
+    def start(self) -> Callable[[], Tensor] | None:
+        """Begin to restore the group; None where it is there."""
+        if self.index in self.group.fulls:
+            return None
+        if self.group.begun is None:
+            self.group.begin(self.index)
+        return self.restore
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,16 +103,24 @@ def unstaged(solution: Solution, micro_batches: int) -> Step:
     )
 
 
-def gathering_together(step: Step, cap: int | None, micro_batches: int) -> Step:
-    """The step without stages whose weights are gathered in groups, where that is faster."""
-    if step.cut is not None:
+def gathering_together(step: Step, cap: int | None, micro_batches: int, hop: LinkLike) -> Step:
+    """The step whose weights are gathered in groups, where that is faster. Not those of schedules that split
+    backward: gradients of weights are made one by one there."""
+    starts, schedule = step.cut.starts if step.cut else (), step.schedule
+    if schedule is not None and (schedule.kind in SPLIT_BACKWARD or step.filling):
         return step
-    priced = step.solution.priced.gathered_together(cap)
-    if priced is step.solution.priced or priced.cost.of(micro_batches) > step.cost.of(micro_batches):
+    priced = step.solution.priced.gathered_together(None if starts else cap, starts)
+    if priced is step.solution.priced:
         return step
     solution = replace(step.solution, priced=priced, seconds=priced.seconds, held=priced)
-    grouped = unstaged(solution, micro_batches)
-    return replace(grouped, bound=min(step.bound, grouped.seconds), free=step.free, passed=step.passed)
+    if schedule is not None:
+        grouped = staged(solution, schedules=[schedule], hop=hop, cap=None, starts=starts)
+    else:
+        grouped = unstaged(solution, micro_batches)
+    if grouped.seconds > step.seconds or (cap is not None and grouped.peak_bytes > max(cap, step.peak_bytes)):
+        return step
+    bound = min(step.bound, grouped.seconds)
+    return replace(grouped, bound=bound, free=step.free, share=step.share, passed=step.passed)
 
 
 def staged(
