@@ -36,6 +36,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.core.outputs import Outputs
     from autopar.core.timeline import Timeline
     from autopar.cost.machine.measuring import Progress
+    from autopar.cost.topology.price import chosen_sums
     from autopar.errors import InputError
     from autopar.explaining.asked import AskedPlan
     from autopar.explaining.explain import explained
@@ -78,6 +79,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.results.report.page import PageSupplements, WrittenPage, write_page
     from autopar.rewrite.render import describe
     from autopar.runtime.collectives import random
+    from autopar.runtime.collectives.own_sums import choose_sums
     from autopar.runtime.compiled.compiler import check_compiler
     from autopar.runtime.islands.joining import Islands, island_cluster, join_islands
     from autopar.runtime.launch import worker
@@ -273,6 +275,7 @@ def parallelize(
         progress=None if quiet else ProgressLines.begun(),
         announce=None if quiet else Announcer(),
     )
+    choose_sums(chosen_sums(cluster_spec))
     random.share_state()
     call = split_inputs(example_inputs, example_kwargs)
     decided = compiler.agree_on_pipeline(model, call, auto) if auto and given is None else given

@@ -10,7 +10,7 @@ and once in `FLUSH_STRIDE` steps, when signals are heard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import is_
 from pathlib import Path
@@ -118,7 +118,8 @@ class StaleSteps:
     def drop(self) -> None:
         """Forget the batch that has begun; collective."""
         if self.under_way is not None:
-            self.under_way.drop()
+            with suppress(RuntimeError):  # of ranks that have ended
+                self.under_way.drop()
         self.under_way, self.batch, self.coming = None, _END, _END
         pause_meetings(False)
 
