@@ -4,13 +4,13 @@ python -m tests.benchmarks.sums                         as root: 4 hosts, 200 Mb
 python -m tests.benchmarks.sums --hosts 8 --rate 100mbit --megabytes 32
 
 Hosts are network namespaces of this machine behind one switch, one process each. Predicted is what
-`autopar topology` tells of them, with the rate as it is given and a latency that is measured.
+`autopar topology` tells of them with a latency and a rate that are measured, of messages from each host to
+the next. Run it on a quiet machine: hosts share its cores.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from datetime import timedelta
@@ -31,8 +31,9 @@ from autopar.runtime.collectives.own_sums import start_own_sum
 from autopar.runtime.launch import worker
 from tests.benchmarks.namespaces import hosts, run_on_hosts
 
-ROUNDS = 5
-PINGS = 20
+ROUNDS = 3
+PINGS = 5
+LARGE_BYTES = 4_000_000
 SHOWN = (SumAlgorithm.RING, SumAlgorithm.HIERARCHICAL, SumAlgorithm.HALVING, SumAlgorithm.SHIFTED)
 Figures = dict[str, tuple[float, int]]  # median seconds, and the most bytes that a rank sends
 
@@ -42,8 +43,8 @@ def topology_of(count: int) -> Topology:
     return Topology(TopologyKind.FAT_TREE, count, sizes=grid(count, None))
 
 
-def measure(nbytes: int) -> tuple[float, float, Figures]:
-    """On a host: seconds of a small message one way, of gloo's own sum, and of each algorithm."""
+def measure(nbytes: int) -> tuple[Link, float, Figures]:
+    """On a host: the link, seconds of gloo's own sum, and those of each algorithm."""
     worker.init(timeout=timedelta(minutes=5).total_seconds())
     group, count = dist.group.WORLD, dist.get_world_size()
     assert group is not None
@@ -62,24 +63,32 @@ def measure(nbytes: int) -> tuple[float, float, Figures]:
         slowest = torch.tensor([median(laps), float(sent)])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         figures[algorithm.value] = float(slowest[0]), int(slowest[1])
-    return _latency(group), _gloo(tensor), figures
+    latency = _message_seconds(group, 4)
+    return (
+        Link(latency, LARGE_BYTES / (_message_seconds(group, LARGE_BYTES) - latency)),
+        _gloo(tensor),
+        figures,
+    )
 
 
-def _latency(group: dist.ProcessGroup) -> float:
-    """Median seconds of a small message to the next host, while others send theirs."""
+def _message_seconds(group: dist.ProcessGroup, nbytes: int) -> float:
+    """Median seconds of a message to the next host, while others send theirs; of the slowest host."""
     count, me, laps = dist.get_world_size(), dist.get_rank(), []
-    small = torch.zeros(1)
+    sent, received = torch.zeros(nbytes // 4), torch.empty(nbytes // 4)
     for _ in range(PINGS):
+        dist.barrier()
         begin = time.perf_counter()
         works = [
-            dist.isend(small, group=group, group_dst=(me + 1) % count),
-            dist.irecv(torch.empty(1), group=group, group_src=(me - 1) % count),
+            dist.isend(sent, group=group, group_dst=(me + 1) % count),
+            dist.irecv(received, group=group, group_src=(me - 1) % count),
         ]
         for work in works:
             assert work is not None
             work.wait()
         laps.append(time.perf_counter() - begin)
-    return median(laps)
+    slowest = torch.tensor(median(laps), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _gloo(tensor: torch.Tensor) -> float:
@@ -98,14 +107,6 @@ def predicted(algorithm: str, count: int, nbytes: int, link: Link) -> float:
     return loads_seconds(loads, nbytes, link)
 
 
-def bytes_a_second(rate: str) -> float:
-    """Of tc's words for a rate in Mbit/s."""
-    match = re.fullmatch(r"(\d+)mbit", rate)
-    if match is None:
-        raise typer.BadParameter(f"{rate}; wanted a rate as 200mbit")
-    return int(match[1]) * 1e6 / 8
-
-
 def main(
     count: Annotated[int, typer.Option("--hosts", help="processes, each a host")] = 4,
     rate: Annotated[str, typer.Option(help="of each host's link, as tc takes it")] = "200mbit",
@@ -115,18 +116,20 @@ def main(
     """Measure each algorithm, and say by how much it is not what was predicted."""
     from tests.benchmarks import sums  # by which name hosts find it
 
-    nbytes, bandwidth = megabytes * 1_000_000, bytes_a_second(rate)
+    nbytes = megabytes * 1_000_000
     with hosts(count, rate=rate) as made:
-        latency, gloo, figures = run_on_hosts(sums.measure, made, nbytes)[0]
-    link = Link(latency=latency, bandwidth=bandwidth)
+        link, gloo, figures = run_on_hosts(sums.measure, made, nbytes)[0]
     rows = {
         name: {"seconds": seconds, "predicted": predicted(name, count, nbytes, link), "sent": sent}
         for name, (seconds, sent) in figures.items()
     }
     if as_json:
-        json.dump({"latency": latency, "gloo": gloo, "rows": rows}, sys.stdout)
+        json.dump(
+            {"latency": link.latency, "bandwidth": link.bandwidth, "gloo": gloo, "rows": rows}, sys.stdout
+        )
         return
-    table = Table(title=f"{count} hosts, links {rate}, {megabytes} MB; gloo's own sum {gloo:.2f} s")
+    links = f"links {rate} ({link.bandwidth / 1e6:.1f} MB/s measured)"
+    table = Table(title=f"{count} hosts, {links}, {megabytes} MB; gloo's own sum {gloo:.2f} s")
     for heading in ("sum", "measured s", "predicted s", "measured / predicted", "MB sent by a host"):
         table.add_column(heading)
     for name, row in rows.items():
