@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopar.sharding.vertex_order import order_vertices
     from autopar.trace.forms.linear_loss import linear_cross_entropy
     from autopar.trace.forms.linear_scan import scan
-    from autopar.updates.rules import every, gossip, server, summed
+    from autopar.updates.rules import every, gossip, server, stale, summed
 
 __all__ = [
     "AutoparError",
@@ -57,6 +57,7 @@ __all__ = [
     "scan",
     "server",
     "steps",
+    "stale",
     "summed",
     "timeline",
     "verify_operator",
@@ -89,6 +90,7 @@ _MODULE_OF = {
     "scan": "autopar.trace.forms.linear_scan",
     "server": "autopar.updates.rules",
     "steps": "autopar.runtime.module.steps",
+    "stale": "autopar.updates.rules",
     "summed": "autopar.updates.rules",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",

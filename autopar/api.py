@@ -36,6 +36,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.core.outputs import Outputs
     from autopar.core.timeline import Timeline
     from autopar.cost.machine.measuring import Progress
+    from autopar.cost.topology.price import chosen_sums
     from autopar.errors import InputError
     from autopar.explaining.asked import AskedPlan
     from autopar.explaining.explain import explained
@@ -60,6 +61,7 @@ with uncollected():  # collections while torch and all rooms are imported take a
         read_outputs,
     )
     from autopar.planning.asked.request import check_cluster, check_overlap, check_timeout, request_of
+    from autopar.planning.asked.stale_options import check_stale, schedule_for
     from autopar.planning.busy_neighbours import busy_neighbours
     from autopar.planning.given_plan import DECIDED, agree_on_plan, plan_to_run
     from autopar.planning.planner import Planner
@@ -77,17 +79,19 @@ with uncollected():  # collections while torch and all rooms are imported take a
     from autopar.results.report.page import PageSupplements, WrittenPage, write_page
     from autopar.rewrite.render import describe
     from autopar.runtime.collectives import random
+    from autopar.runtime.collectives.own_sums import choose_sums
     from autopar.runtime.compiled.compiler import check_compiler
-    from autopar.runtime.islands.joining import island_cluster, join_islands
+    from autopar.runtime.islands.joining import Islands, island_cluster, join_islands
     from autopar.runtime.launch import worker
     from autopar.runtime.module.parallel_module import ParallelModule, runner_of
+    from autopar.runtime.module.stale_steps import StaleSteps
     from autopar.runtime.tree import serial_model
     from autopar.schedules.fill_bubbles import order_of
     from autopar.schedules.one_stage import one_stage
     from autopar.schedules.simulate import simulate
     from autopar.trace.call.call_signature import LossFunction, split_inputs
     from autopar.trace.target import Target, check_target, load_target
-    from autopar.updates.rules import UpdateRule, read_updates
+    from autopar.updates.rules import Stale, UpdateRule, read_updates
     from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -237,7 +241,8 @@ def parallelize(
         )
     worker.require_launcher()
     joined = None
-    if (rule := read_updates(updates)) is not None:
+    rule = read_updates(updates)
+    if rule is not None and not isinstance(rule, Stale):
         if not planned:
             raise _unplanned(rule)
         whole_cluster = cluster_spec
@@ -253,6 +258,8 @@ def parallelize(
     plan = plan_to_run() if plan is None else plan
     beside = [name for name, word in options.items() if word is not None]
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=beside)
+    if given is None:
+        options["schedule"] = schedule_for(rule, options.get("schedule"))
     asked = settle(**options) if given is None else settle_beside_plan(**options)
     request, auto = request_of(asked, cluster_spec)
     if request.compile:
@@ -268,6 +275,7 @@ def parallelize(
         progress=None if quiet else ProgressLines.begun(),
         announce=None if quiet else Announcer(),
     )
+    choose_sums(chosen_sums(cluster_spec))
     random.share_state()
     call = split_inputs(example_inputs, example_kwargs)
     decided = compiler.agree_on_pipeline(model, call, auto) if auto and given is None else given
@@ -275,6 +283,7 @@ def parallelize(
         request = request.settled(decided)
         compiler = replace(compiler, request=request, plan=decided, plan_binds=given is not None)
     check_overlap(request)
+    check_stale(rule, request, cluster_spec, islands)
     by_steps = request.pipeline_ranks > 1 or request.micro_batches > 1
     if local_inputs and by_steps:
         raise InputError(
@@ -301,10 +310,17 @@ def parallelize(
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)
+    _begin(parallel, rule, joined)
+    return parallel
+
+
+def _begin(parallel: ParallelModule, rule: UpdateRule | None, joined: Islands | None) -> None:
+    """Let the module's steps follow the rule."""
     if joined is not None:
         joined.begin(parallel, parallel.plan)
         runner_of(parallel).islands = joined
-    return parallel
+    if isinstance(rule, Stale):
+        runner_of(parallel).stale = StaleSteps(rule)
 
 
 def _unplanned(rule: UpdateRule) -> InputError:
@@ -336,15 +352,19 @@ def verify(
     training.
 
     With `updates` that rule is run on processes, on `islands` of the cluster, and proved against its
-    reference in one process: a server's events are replayed.
+    reference in one process: a server's events are replayed. `stale(1)` is proved as plans are, on the whole
+    cluster.
     """
-    asked = Options(VERIFY, **options)
     check_target("verify", target)
-    if (rule := read_updates(updates)) is not None:
+    asked = Options(VERIFY, **options)
+    rule = read_updates(updates)
+    if rule is not None and not isinstance(rule, Stale):
         part, count = island_cluster(cluster, islands)
         request, _ = request_of(Options(VERIFY, **{"stages": 1, "micro_batches": 1, **options}), part)
         with Database.open(asked.costdb) as database:
             return check_updates(target, cluster, rule, count, request, part, steps=steps, database=database)
+    options["schedule"] = schedule_for(rule, options.get("schedule"))
+    asked = Options(VERIFY, **options)
     request, auto = request_of(asked, cluster)
     check_compiled(request, cluster, processes=processes)
     decided = None
@@ -364,6 +384,7 @@ def verify(
         decided = planner.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     check_overlap(request)
+    check_stale(rule, request, cluster, islands)
     with Database.open(asked.costdb) as database:
         return check(
             target,
@@ -375,6 +396,7 @@ def verify(
             plan=decided,
             asked=asked.micro_batches is not None,
             changes=changes,
+            rule=rule if isinstance(rule, Stale) else None,
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import LinkLike
+from autopar.core.sum_schedules import SumAlgorithm
 from autopar.core.topology import Topology
-from autopar.cost.topology.algorithms import SumAlgorithm
 from autopar.cost.topology.price import loads_of, loads_seconds
 from autopar.errors import InputError
 from autopar.results.comparison.sum_times import SumTime, SumTimes

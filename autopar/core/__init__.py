@@ -11,6 +11,7 @@ links         links between devices, and devices described by figures
 cluster_tables   tables of a cluster file, as values
 device_groups   groups of like devices, and the tree of links between them
 topology      how the links between nodes are laid
+sum_schedules   sums as steps of messages
 mesh          the grid of devices that one stage runs on
 placement     how a tensor lies on a mesh
 cut           which rows of a sharded dim each rank owns

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.explaining import constraints
@@ -29,6 +30,8 @@ from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.shares import PACE
 from autopar.results.explanation.explanation import Explanation, LayerChoices, Outcome
 from autopar.results.plan.plan import Plan
+from autopar.schedules.unflushed import unflushed_seconds
+from autopar.units import show_seconds
 from costdb.database import Database
 
 SOLVING_ROUNDS = 3  # of measuring what was solved and solving it again, at most
@@ -83,8 +86,20 @@ def explained(
         notes=(
             *link_notes(asked.cluster, alternatives.problem.model.collectives),
             *(note for note in plan.notes if PACE in note),
+            *stale_notes(plan),
         ),
     )
+
+
+def stale_notes(plan: Plan) -> Iterator[str]:
+    """What a pipeline that isn't flushed would take, where its schedule goes on over a step's border."""
+    if plan.pipeline.is_staged and plan.pipeline.schedule is ScheduleKind.ONE_F_ONE_B and plan.stage_costs:
+        seconds = unflushed_seconds(plan.pipeline, plan.stage_costs)
+        yield (
+            f"updates=stale(1) would take {show_seconds(seconds)} a step in place of "
+            f"{show_seconds(plan.step_seconds)}, in steady state, by predictions; gradients are then of "
+            "weights one step old, which isn't the serial program"
+        )
 
 
 def waiting(asked: AskedPlan, begun: float, seconds: float | None) -> AskedPlan:

@@ -54,6 +54,7 @@ from autopar.proof.verify import (
     run_eagerly,
     seed,
     train_eagerly,
+    train_stale_eagerly,
     verify_simulated,
 )
 from autopar.results.files.text import html_of
@@ -69,7 +70,7 @@ from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.reads.attribute_reads import recording
 from autopar.trace.target import Target
-from autopar.updates.rules import UpdateRule
+from autopar.updates.rules import IslandRule, Stale
 from costdb.database import Database
 
 CASTS = 8  # that are named of those that were raised
@@ -113,6 +114,7 @@ class Report:
     cutting: MicroBatchEffect | None = None
     changes_tried: Changes | None = None
     low: LowPrecision | None = None
+    rule: str = ""  # of updates, whose reference serial training follows
 
     @property
     def vacuous(self) -> bool:
@@ -148,6 +150,7 @@ class Report:
             "status": self.plan.status,
             "cluster": self.plan.cluster,
             "mesh": str(self.plan.mesh),
+            "updates": self.rule or None,
         }
 
     def __str__(self) -> str:
@@ -165,7 +168,7 @@ class Report:
             more = f" and {len(rest)} more" if rest else ""
             lines.append(f"raised to float64: {', '.join(shown)}{more}")
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
-        alike = " that is cut alike" if self.changes else ""
+        alike = " that is cut alike" if self.changes else f" by {self.rule}" if self.rule else ""
         lines.append(
             f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
@@ -200,6 +203,7 @@ def check(
     plan: Plan | None = None,
     asked: bool = True,
     changes: int = 0,
+    rule: Stale | None = None,
 ) -> Report:
     """Plan `target` as `request` says, and train it in parallel and serially for `steps` steps.
 
@@ -229,6 +233,7 @@ def check(
             database=database,
             plan=plan,
             asked=asked,
+            rule=rule,
         )
     autocast = request.autocast(cluster)
     with recording() as reads:
@@ -255,7 +260,7 @@ def check(
 def check_updates(
     target: Target,
     cluster: ClusterSpec,
-    rule: UpdateRule,
+    rule: IslandRule,
     islands: int,
     request: Request,
     island: ClusterSpec,
@@ -283,8 +288,10 @@ def _check_pipeline(
     database: Database | None,
     plan: Plan | None,
     asked: bool,
+    rule: Stale | None,
 ) -> Report:
-    """Check stages and micro-batches against the serial model that takes the batch at once."""
+    """Check stages and micro-batches against the serial model that takes the batch at once; under a rule,
+    against its reference."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
     autocast = request.autocast(cluster)
@@ -301,12 +308,14 @@ def _check_pipeline(
     disagreement: Disagreement = {}
     if processes:
         job = _job(target, traced, plan, cluster, request, steps)
-        ours, disagreement = train_on_processes(job)
+        ours, disagreement = train_on_processes(replace(job, rule=rule))
     else:
         shorter_graph = raise_graph(shorter.graph)[0] if shorter else None
         split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
         with float64_by_default():
-            ours = simulate_pipeline(model, batch, traced.arguments.paths, split_graph, steps=steps)
+            ours = simulate_pipeline(
+                model, batch, traced.arguments.paths, split_graph, steps=steps, stale=rule is not None
+            )
     constants = written_constants(traced.graph)
 
     def at_once(model: nn.Module) -> Record:
@@ -317,6 +326,13 @@ def _check_pipeline(
         parts = eager_parts(batch, traced, shorter, model)
         return accumulate_eagerly(model, arguments, parts, target.loss_fn, steps=steps, constants=constants)
 
+    def stale(model: nn.Module) -> Record:
+        parts = eager_parts(batch, traced, shorter, model)
+        return train_stale_eagerly(model, arguments, parts, target.loss_fn, steps=steps, constants=constants)
+
+    if rule is not None:
+        verdict = judge(ours, model, stale, casts, disagreement)
+        return Report(plan, verdict, request.force, rule=str(rule))
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
     verdict = judge(ours, copy_model(model), serially, casts, disagreement)

@@ -63,10 +63,12 @@ def simulate_pipeline(
     *,
     steps: int,
     lift: Callable[[Tensor], Tensor] = raise_tensor,
+    stale: bool = False,
 ) -> Record:
     """SGD by the programs of all ranks of all stages; `lift` makes the first parameters of those of `model`.
 
-    `batch` holds tensors as `lift` makes them, in the order of `paths`.
+    `batch` holds tensors as `lift` makes them, in the order of `paths`. Of `stale` steps gradients are those
+    at the weights of the step before, and masks those of the first.
     """
     graph, program, pipeline = split_graph.graph, split_graph.program, split_graph.pipeline
     dims, shorter = dims_of(graph, program.mesh), split_graph.shorter
@@ -83,14 +85,17 @@ def simulate_pipeline(
         torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
     )
     record, targets = Record(), {item.name: item.target for item in graph.inputs}
+    before = _copies(full, learned)
     for step in range(steps):
-        stages = [_stage(*each, full, program, dims) for each in cuts]
+        taken = full | before if stale else full
+        before = _copies(full, learned)
+        stages = [_stage(*each, taken, program, dims) for each in cuts]
         short = [replace(stage, programs=each) for stage, (_, each) in zip(stages, short_cuts, strict=True)]
         total = torch.zeros((), dtype=torch.float64)
         for number, micro in enumerate(batch):
             users = _users(graph, paths, micro)
             made, sizes = (short, rest) if micro.share < batch[0].share else (stages, dims)
-            loss = _micro_batch(made, users, program, sizes, micro.weight, seed(step, number))
+            loss = _micro_batch(made, users, program, sizes, micro.weight, seed(0 if stale else step, number))
             total += micro.weight * loss
         record.loss[f"{step}:loss"] = total
         for name in learned:
@@ -106,6 +111,10 @@ def simulate_pipeline(
         elif item.kind is InputKind.BUFFER:
             record.buffers[item.target] = full[item.name].detach()
     return record
+
+
+def _copies(full: Tensors, names: Sequence[str]) -> Tensors:
+    return {name: full[name].detach().clone().requires_grad_() for name in names}
 
 
 Cut = tuple[StageProgram, list[fx.GraphModule]]  # a stage, and the program of each rank of its mesh

@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,12 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule, runner_of
+from autopar.runtime.module.stale_steps import StaleExchange, StaleSteps
 from autopar.trace.call.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target, load_target
+from autopar.updates.rules import Stale
 
 Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and which tensor on which rank
 
@@ -50,6 +52,7 @@ class TrainingJob:
     steps: int
     request: Request
     autocast: Autocast = Autocast()  # around the calls that are traced
+    rule: Stale | None = None  # of updates
 
     @property
     def by_steps(self) -> bool:
@@ -178,8 +181,8 @@ def train(parallel: ParallelModule, traced: Traced, job: TrainingJob) -> Record:
     parallel.prepare(*args, **kwargs)
     learned = [item for item in parallel.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    for step in range(job.steps):
-        torch.manual_seed(seed(step))
+    for step in _loop(parallel, (args, kwargs), job):
+        torch.manual_seed(seed(0 if job.rule else step))
         parallel.zero_grad()
         if job.by_steps:
             record.loss[f"{step}:loss"] = parallel.train_step(*args, **kwargs).clone()
@@ -198,6 +201,17 @@ def train(parallel: ParallelModule, traced: Traced, job: TrainingJob) -> Record:
         names = [item.target for item in traced.graph.inputs if item.kind is kind]
         full |= _full(parallel, {name: held.get(name) for name in names})
     return _on_cpu(record)
+
+
+def _loop(parallel: ParallelModule, batch: tuple[Any, Any], job: TrainingJob) -> Iterator[int]:
+    """The steps of the training; of stale ones, as the loop that keeps the rule gives them."""
+    if job.rule is None:
+        yield from range(job.steps)
+        return
+    stale = runner_of(parallel).stale = StaleSteps(job.rule)
+    with (exchange := StaleExchange(stale)).around(()):
+        batches = iter([flatten_arguments(*batch)] * job.steps)
+        yield from (step for step, _ in enumerate(exchange.ahead(batches, lambda: False)))
 
 
 def _gradients(parallel: ParallelModule, graph: Graph) -> Tensors:

@@ -36,7 +36,7 @@ from autopar.trace.call.call_signature import Arguments, find_loss
 from autopar.trace.target import Target, load_target
 from autopar.updates.event_log import EventLog
 from autopar.updates.reference import train_by
-from autopar.updates.rules import Server, UpdateRule, check_islands
+from autopar.updates.rules import IslandRule, Server, check_islands
 
 TIMEOUT_SECONDS = 600.0
 COMPARED = ("parameters", "buffers")
@@ -47,7 +47,7 @@ class IslandsJob:
     """Job that every rank of such a proof receives."""
 
     training: TrainingJob  # of one island
-    rule: UpdateRule
+    rule: IslandRule
     whole: ClusterSpec
     islands: int
     folder: str
@@ -62,7 +62,7 @@ class IslandsJob:
 class UpdatesReport:
     """The verdict on a rule, the plan of an island, and what a server did."""
 
-    rule: UpdateRule
+    rule: IslandRule
     islands: int
     plan: Plan
     verdict: Verdict
@@ -103,7 +103,7 @@ class UpdatesReport:
 
 
 def prove_updates(
-    target: Target, job: TrainingJob, rule: UpdateRule, whole: ClusterSpec, islands: int, arguments: Arguments
+    target: Target, job: TrainingJob, rule: IslandRule, whole: ClusterSpec, islands: int, arguments: Arguments
 ) -> UpdatesReport:
     """Train `target` by the rule on processes of this machine, and by its reference; `job` is an island's.
 

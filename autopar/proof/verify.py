@@ -45,6 +45,7 @@ from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
 from autopar.trace.state.module_state import NewState
+from autopar.updates.reference import train_stale
 
 RATE, MOMENTUM = 0.01, 0.9
 Call = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]  # the model's, the loss's
@@ -138,6 +139,42 @@ def accumulate_eagerly(
         record.loss[f"{step}:loss"] = total
 
     return _train(model, record, steps, backward_of)
+
+
+def train_stale_eagerly(
+    model: nn.Module,
+    arguments: Arguments,
+    batch: Sequence[MicroBatch],
+    loss_fn: LossFunction | None,
+    *,
+    steps: int,
+    constants: Sequence[Tensor] = (),
+) -> Record:
+    """Train as `accumulate_eagerly` does, by the reference of stale gradients; masks are those of step 0."""
+    record = Record()
+
+    def loss_of(taken: nn.Module, _: int, step: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro in enumerate(batch):
+            torch.manual_seed(seed(0, number))
+            call = eager_call(taken, arguments, micro.tensors, loss_fn)
+            _, loss = run_eagerly(taken, call, loss_fn)
+            assert loss is not None
+            if micro.weight:
+                total = total + micro.weight * loss
+        return total
+
+    def optimizer_of(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(tensors), lr=RATE, momentum=MOMENTUM)
+
+    newest = model
+    with raised_eager(record.casts, constants):
+        for step, (loss, newest) in enumerate(train_stale(model, steps, loss_of, optimizer_of)):
+            record.loss[f"{step}:loss"] = loss
+            note_gradients(record, newest, step)
+            _check_finite(record, step)
+    note_state(record, newest)
+    return record
 
 
 def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[int], None]) -> Record:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.updates.event_log import EventLog
 from autopar.updates.mixing import weights
-from autopar.updates.rules import Every, Gossip, Server, Summed, UpdateRule
+from autopar.updates.rules import Every, Gossip, IslandRule, Server, Summed
 from autopar.updates.wires import AnyWire, LowRankWire, Sender, Wire, finite, flat_of, shaped_as
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
@@ -22,7 +22,7 @@ Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def train_by(
-    rule: UpdateRule,
+    rule: IslandRule,
     model: nn.Module,
     islands: int,
     steps: int,
@@ -156,6 +156,26 @@ def _gossip(
                 mixed = [before[other] * weight for other, weight in sorted(row.items())]
                 part.data.copy_(sum(mixed[1:], mixed[0]))
         yield
+
+
+def train_stale(
+    model: nn.Module, steps: int, loss_of: LossOf, optimizer_of: Optimizers
+) -> Iterator[tuple[Tensor, nn.Module]]:
+    """After each step its loss and the model, W(t+1) = W(t) - rate * gradient of batch t at W(t-1)."""
+    newest, before = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = optimizer_of(_learned(newest))
+    for step in range(steps):
+        taken, before = before, copy.deepcopy(newest)
+        for buffer, last in zip(taken.buffers(), newest.buffers(), strict=True):
+            buffer.copy_(last)
+        loss = loss_of(taken, 0, step)
+        loss.backward()
+        for parameter, older in zip(_learned(newest), _learned(taken), strict=True):
+            parameter.grad = older.grad
+        optimizer.step()
+        for buffer, last in zip(newest.buffers(), taken.buffers(), strict=True):
+            buffer.copy_(last)
+        yield loss.detach(), newest
 
 
 def replay(model: nn.Module, log: EventLog, loss_of: LossOf, optimizer_of: Optimizers) -> nn.Module:

@@ -1,9 +1,10 @@
-"""Rules by which islands of devices, each with its own copy of the model, learn together.
+"""Rules by which islands of devices, each with its own copy of the model, learn together; and of a pipeline.
 
     summed(wire)      gradients' mean over islands, at every step                     data parallelism
     every(H, outer)   H steps alone; then the outer optimizer on what all have moved  local SGD, DiLoCo
     gossip(graph)     after each step parameters mixed with those of neighbours       D-PSGD
     server(k, ...)    an island applies gradients as they come, stale or not          parameter server
+    stale(1)          gradients at the weights of the step before, in one pipeline    PipeDream-2BW
 
 None but `summed` over the full wire is the serial program: each is equal to its own definition, which
 reference.py runs.
@@ -99,7 +100,23 @@ class Server:
         return f"server({self.k}, wait={self.wait!r}, cancel={self.cancel})"
 
 
-UpdateRule = Summed | Every | Gossip | Server
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Gradients are taken at the weights of a step before, so that a pipeline needn't drain between steps.
+
+        W(t+1) = W(t) - rate * gradient of batch t at W(t-1)           W(-1) = W(0)
+
+    The optimizer may be any. (Narayanan 2021, PipeDream-2BW.)
+    """
+
+    steps: int = 1
+
+    def __str__(self) -> str:
+        return f"stale({self.steps})"
+
+
+IslandRule = Summed | Every | Gossip | Server
+UpdateRule = IslandRule | Stale
 
 
 def summed(*, wire: str | AnyWire = FULL) -> Summed:
@@ -140,11 +157,18 @@ def server(k: int, *, wait: Literal["gradients", "batches"] = "gradients", cance
     return Server(k, wait, bool(cancel))
 
 
+def stale(steps: int = 1) -> Stale:
+    """Gradients at the weights of one step before, for pipelines that aren't flushed."""
+    _require("steps", steps, steps == 1, "1, as there are two versions of the weights")
+    return Stale(steps)
+
+
 MAKERS: dict[str, Callable[..., UpdateRule]] = {
     "summed": summed,
     "every": every,
     "gossip": gossip,
     "server": server,
+    "stale": stale,
 }
 
 
@@ -168,12 +192,13 @@ def read_updates(word: object) -> UpdateRule | None:
         raise InputError(
             where="updates",
             found=show_value(word),
-            wanted='a rule: summed(wire="bf16"), every(50), gossip("ring") or server(2, wait="batches")',
+            wanted="a rule: summed(wire='bf16'), every(50), gossip('ring'), server(2, wait='batches') or "
+            "stale(1)",
             remedy="write one of these, or leave it out for steps of the whole batch",
         ) from cause
 
 
-def check_islands(rule: UpdateRule, islands: int) -> None:
+def check_islands(rule: IslandRule, islands: int) -> None:
     """Raise InputError for a rule that so many islands can't have."""
     if islands < 2:
         raise InputError(

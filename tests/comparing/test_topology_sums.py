@@ -10,8 +10,8 @@ import pytest
 from autopar.cli import main
 from autopar.cluster import ClusterSpec, Link
 from autopar.comparing.topology_sums import sum_times
+from autopar.core.sum_schedules import SumAlgorithm
 from autopar.core.topology import Topology, TopologyKind
-from autopar.cost.topology.algorithms import SumAlgorithm
 from autopar.errors import InputError
 
 FILE = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +14,10 @@ import torch
 import autopar.api as api
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
+from autopar.proof import check
+from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.updates import varied
+from autopar.proof.verdict import Record
 from autopar.trace.target import load_target
 from autopar.updates import reference
 
@@ -45,6 +51,27 @@ def test_what_it_cannot_prove(tmp_path: Path) -> None:
         api.verify(target, ClusterSpec.local(2), updates="gossip", islands=3)
     with pytest.raises(InputError, match="stages or micro-batches"):
         api.verify(target, ClusterSpec.local(4), updates="gossip", islands=2, micro_batches=2)
+
+
+def test_stale_gradients_are_proved(tmp_path: Path) -> None:
+    """And gradients of the newest weights aren't taken for them."""
+    (tmp_path / "net.py").write_text(NET)
+    target = load_target(f"{tmp_path / 'net.py'}:build")
+    words: Any = {"updates": "stale(1)", "stages": 2, "micro_batches": 2}
+    report = api.verify(target, ClusterSpec.local(2), **words)
+    assert report.passed and "equals serial training by stale(1)" in str(report)
+    with patch.object(check, "simulate_pipeline", partial(flushed, simulate_pipeline)):
+        other = api.verify(target, ClusterSpec.local(2), **words)
+    assert not other.passed
+    with pytest.raises(InputError, match="stale without stages"):
+        api.verify(target, ClusterSpec.local(2), updates="stale(1)", stages=1)
+    with pytest.raises(InputError, match="schedule gpipe"):
+        api.verify(target, ClusterSpec.local(2), schedule="gpipe", **words)
+
+
+def flushed(simulate: Callable[..., Record], *args: Any, stale: bool, **options: Any) -> Record:
+    assert stale
+    return simulate(*args, **options)
 
 
 def test_batches_of_learners_differ() -> None:

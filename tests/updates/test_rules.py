@@ -11,7 +11,17 @@ from autopar.errors import InputError
 from autopar.updates.event_log import EventLog, GradientEvent
 from autopar.updates.mixing import weights
 from autopar.updates.reference import serial_mean
-from autopar.updates.rules import Every, Gossip, Server, check_islands, every, gossip, read_updates, server
+from autopar.updates.rules import (
+    Every,
+    Gossip,
+    Server,
+    check_islands,
+    every,
+    gossip,
+    read_updates,
+    server,
+    stale,
+)
 from autopar.updates.wires import LowRankWire, Sender, SparseWire, flat_of, read_wire, shaped_as
 
 
@@ -23,6 +33,7 @@ from autopar.updates.wires import LowRankWire, Sender, SparseWire, flat_of, read
         ("gossip(ring)", gossip()),
         ("gossip([(0, 1), (1, 2)])", Gossip(((0, 1), (1, 2)))),
         ("server(2, wait='batches', cancel=False)", Server(2, "batches", cancel=False)),
+        ("stale", stale(1)),
     ],
 )
 def test_a_text_says_what_the_call_does(text: str, rule: object) -> None:
@@ -43,6 +54,7 @@ def test_a_text_says_what_the_call_does(text: str, rule: object) -> None:
         ("server(0)", "0"),
         ("server(1, wait='all')", "all"),
         ("gossip([(1, 1)])", "(1, 1)"),
+        ("stale(2)", "2"),
         ("__import__('os')", "__import__"),
     ],
 )

@@ -12,14 +12,16 @@ n/L bytes of each go through its own way out, and within the node they are gathe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeAlias, assert_never
 
+from autopar.cluster import ClusterSpec
 from autopar.core.costs import Collective, LinkLike
+from autopar.core.sum_schedules import SumAlgorithm, SumSchedule, Traffic, schedule_of
 from autopar.core.topology import Topology
 from autopar.cost.machine import collectives
-from autopar.cost.topology.algorithms import SumAlgorithm, Traffic, schedule_of
 from autopar.cost.topology.graph import graph_of
 
 MOST_LOADS = 1024  # of algorithms on topologies, that are remembered
@@ -62,6 +64,26 @@ def _between(kind: Collective, nbytes: float, group: NodeGroup) -> float:
         return loads_seconds(at_once, nbytes / group.nodes, group.inter) + waits
     known = [loads for each in SumAlgorithm if (loads := loads_of(each, group.topology, group.nodes, kind))]
     return min(loads_seconds(loads, nbytes, group.inter) for loads in known)
+
+
+def chosen_sums(cluster: ClusterSpec) -> Callable[[tuple[int, ...], int], SumSchedule | None] | None:
+    """What says by which steps ranks of the world best sum bytes; None where no topology is known."""
+    if cluster.topology is None or cluster.inter is None or cluster.device_type != "cpu":
+        return None
+    return partial(best_steps, cluster.topology, cluster.inter, cluster.devices_per_node)
+
+
+def best_steps(
+    topology: Topology, link: LinkLike, per_node: int, ranks: tuple[int, ...], nbytes: int
+) -> SumSchedule | None:
+    """The cheapest steps of a sum over `ranks`, one on each of a run of nodes; None for other ranks."""
+    nodes, first = len(ranks), ranks[0] // per_node
+    if nodes < 2 or topology.nodes % nodes or first % nodes:
+        return None
+    if [rank // per_node for rank in ranks] != list(range(first, first + nodes)):
+        return None
+    known = {each: loads for each in SumAlgorithm if (loads := loads_of(each, topology, nodes))}
+    return schedule_of(min(known, key=lambda each: loads_seconds(known[each], nbytes, link)), nodes, topology)
 
 
 def loads_seconds(loads: Loads, nbytes: float, link: LinkLike) -> float:

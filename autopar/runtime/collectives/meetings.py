@@ -47,6 +47,7 @@ class Meetings:
     group: ProcessGroup
     wires: Wires | None
     stride: int = 1
+    is_paused: bool = False  # while a pipeline isn't flushed at a step's border
     _cost: float = math.inf  # seconds of a rank, of the quickest so far
 
     @staticmethod
@@ -62,7 +63,7 @@ class Meetings:
 
     def is_held(self, number: int) -> bool:
         """Whether ranks meet before call `number`: always at first, then once in `stride` calls."""
-        return number <= FIRST_MEETINGS or number % self.stride == 0
+        return not self.is_paused and (number <= FIRST_MEETINGS or number % self.stride == 0)
 
     def are_alike(self, digest: bytes) -> bool:
         """Whether all ranks have the same digest, of 7 bytes; collective."""

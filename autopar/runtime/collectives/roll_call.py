@@ -315,6 +315,13 @@ def compare(parts: Sequence[StatementPart]) -> list[Statement] | None:
     return None if roll_call is None else roll_call.compare(parts)
 
 
+def pause_meetings(paused: bool) -> None:
+    """Let no rank wait for others before its calls, or do again; on all ranks alike."""
+    roll_call = _roll_call()
+    if roll_call is not None:
+        roll_call.meetings.is_paused = paused
+
+
 def everybody(mine: T) -> list[T]:
     """The objects of all ranks, rank 0 first; a collective."""
     roll_call = _roll_call()

@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.local_sockets import SocketTransfer, bytes_of
+from autopar.runtime.collectives.own_sums import chosen, start_own_sum
 from autopar.runtime.launch.flight_record import note_exchange
 from autopar.torch_seams.collectives import all_gather_single, reduce_scatter_single
 
@@ -122,7 +123,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
             _reduce_by_parts(piece, group, op)
     else:
         note_exchange(x.nbytes)
-        dist.all_reduce(x, op, group=group)
+        _start_sum(x, group, op)()
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
@@ -134,8 +135,7 @@ def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
         all_reduce(x, group)
         return lambda: None
     note_exchange(x.nbytes)
-    work: Any = dist.all_reduce(x, group=group, async_op=True)
-    return work.wait  # type: ignore[no-any-return]
+    return _start_sum(x, group)
 
 
 def start_sum(x: Tensor, group: ProcessGroup, *, later: bool) -> Callable[[], object]:
@@ -146,12 +146,20 @@ def start_sum(x: Tensor, group: ProcessGroup, *, later: bool) -> Callable[[], ob
     """
     if not x.is_cpu or x.is_complex() or not groups.wires(group):
         note_exchange(x.nbytes)
-        work: Any = dist.all_reduce(x, group=group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        return _start_sum(x, group)
     if later:
         return partial(all_reduce, x, group)
     all_reduce(x, group)
     return lambda: None
+
+
+def _start_sum(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Callable[[], object]:
+    """Begin a reduction by the library, or by steps of our own where these are chosen; returns its wait."""
+    steps = chosen(x, group) if op == dist.ReduceOp.SUM and x.is_contiguous() else None
+    if steps is not None:
+        return start_own_sum(x, steps, group).result
+    work: Any = dist.all_reduce(x, op, group=group, async_op=True)
+    return work.wait  # type: ignore[no-any-return]
 
 
 def _reduce_by_parts(x: Tensor, group: ProcessGroup, op: Any) -> None:

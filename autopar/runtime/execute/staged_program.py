@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -28,6 +29,8 @@ from autopar.runtime.collectives.random import Stream
 from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
+from autopar.runtime.execute.unflushed import StaleBatch, Unflushed
+from autopar.runtime.execute.weight_versions import WeightVersions
 from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch
 
@@ -56,25 +59,18 @@ class StagedProgram:
 
         self.executable = made
         self._find, self._device, self._stream = find, device, stream
-        self._stages = [
-            StageModule(
-                each,
-                find,
-                mesh=mesh,
-                device=device,
-                exact_random=stream is None,
-                shorter=shorter,
-                splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
-                bucket_bytes=bucket_bytes,
-            )
-            for each, shorter in zip_longest(made.stages, made.shorter)
-        ]
+        self._stages_of = partial(
+            _stages_of, made, mesh=mesh, device=device, bucket_bytes=bucket_bytes, exact_random=stream is None
+        )
+        self._stages = self._stages_of(find)
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
         self._scale: Tensor | None = None  # of the losses from which backward starts
         self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
         self._raised = False
+        self._unflushed: Unflushed | None = None
+        self._tells: bool | None = None  # of stages that are compiled
 
     @property
     def _is_last(self) -> bool:
@@ -89,9 +85,37 @@ class StagedProgram:
         self._scale = scale
         with self._whole():
             losses = self._run(len(batch), self._schedule.step)
-            self._deliver()
+            self._deliver(self._stages)
             self._end()
             return self._share(losses if scale is None else [loss / scale for loss in losses])
+
+    def train_stale(
+        self, batch: Sequence[MicroBatch], following: Sequence[MicroBatch] | None, versions: WeightVersions
+    ) -> Tensor:
+        """Train at the weights of the step before. The `following` batch begins to come in, which then is the
+        next one; without it all is flushed."""
+        if self._raised:
+            raise _broken_off()
+        unflushed = self._unflushed = self._unflushed or self._unflush(versions)
+        mine, turn = unflushed.following or StaleBatch(batch, self._seed()), versions.next_turn()
+        alike = self._stream is None  # stages seed the default generator for other batches each
+        with self._whole(), torch.random.fork_rng([], enabled=alike):
+            coming = None if following is None else StaleBatch(following, self._seed())
+            losses = unflushed.run(turn, mine, coming)
+            self._deliver([unflushed.stages[turn]])
+            unflushed.stages[turn].end()
+            return unflushed.share(self._total(losses))
+
+    def _unflush(self, versions: WeightVersions) -> Unflushed:
+        (even,), (odd,) = (self._stages_of(versions.finder(turn, self._find)) for turn in (0, 1))
+        for stage in () if self._tells is None else (even, odd):
+            stage.compile(tells=bool(self._tells))
+        return Unflushed((even, odd), self.group, self.executable.pipeline.num_stages, self._device)
+
+    def drop(self) -> None:
+        """Forget the batch that has begun to come in; collective."""
+        if self._unflushed is not None and not self._raised:
+            self._unflushed.drop()
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
         """Compute the loss of the batch, on every rank, without gradients."""
@@ -102,15 +126,19 @@ class StagedProgram:
             self._end()
             return self._share(losses)
 
+    def _all_stages(self) -> list[StageModule]:
+        return [*self._stages, *(self._unflushed.stages if self._unflushed else ())]
+
     def compile(self, *, tells: bool) -> None:
         """Compile the stages, at their next calls."""
         check_pipeline(self.executable.pipeline)
-        for stage in self._stages:
+        self._tells = tells
+        for stage in self._all_stages():
             stage.compile(tells=tells)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""
-        for stage in self._stages:
+        for stage in self._all_stages():
             stage.untie()
 
     def _end(self) -> None:
@@ -122,10 +150,13 @@ class StagedProgram:
     def _begin(self, batch: Sequence[MicroBatch]) -> None:
         if self._raised:
             raise _broken_off()
-        seed = torch.initial_seed() if self._stream is None else self._stream.next()
+        seed = self._seed()
         for stage in self._stages:
             stage.begin(batch, seed)
         self._weights = [micro.weight for micro in batch]
+
+    def _seed(self) -> int:
+        return torch.initial_seed() if self._stream is None else self._stream.next()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -140,6 +171,8 @@ class StagedProgram:
                 self._sends.forget()
                 for stage in self._stages:
                     stage.forget()
+                if self._unflushed is not None:
+                    self._unflushed.forget()
 
     def _run(self, count: int, step: Callable[..., Any]) -> list[Tensor]:
         """Run `count` micro-batches; return their weighted losses, none but on the last stage."""
@@ -155,22 +188,25 @@ class StagedProgram:
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the losses, from the rank that holds the last stage."""
-        pipeline = self.executable.pipeline
-        total = sum(losses) if losses else None
-        (spec,) = self.executable.outputs
-        value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if total is None else total
-        assert isinstance(value, Tensor)
+        pipeline, value = self.executable.pipeline, self._total(losses)
         dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(pipeline.num_stages - 1))
         return value
 
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of losses; of none, room for it."""
+        if losses:
+            return sum(losses[1:], losses[0])
+        (spec,) = self.executable.outputs
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
     # -- gradients ------------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
+    def _deliver(self, stages: Sequence[StageModule]) -> None:
         """Add this step's gradients, summed over ranks, to the parameters'."""
         totals: dict[str, Tensor] = {}
-        for stage in self._stages:
+        for stage in stages:
             stage.launch_rest()
-        for stage in self._stages:
+        for stage in stages:
             for index, gradient in stage.take():
                 target = stage.learned[index].target
                 totals[target] = totals[target] + gradient if target in totals else gradient
@@ -193,6 +229,31 @@ class StagedProgram:
 
     def _add(self, target: str, total: Tensor) -> None:
         add_gradient(self._find(target)(), total)
+
+
+def _stages_of(
+    made: StagedExecutable,
+    find: Callable[[str], Callable[[], Any]],
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    bucket_bytes: int | None,
+    exact_random: bool,
+) -> list[StageModule]:
+    """The stages of this rank, on the tensors that `find` finds."""
+    return [
+        StageModule(
+            each,
+            find,
+            mesh=mesh,
+            device=device,
+            exact_random=exact_random,
+            shorter=shorter,
+            splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
+            bucket_bytes=bucket_bytes,
+        )
+        for each, shorter in zip_longest(made.stages, made.shorter)
+    ]
 
 
 def _broken_off() -> InputError:

@@ -54,6 +54,10 @@ class Exchange:
     def after_step(self, step: int) -> None:
         """Exchange what is due after step number `step`, which counts from 1; collective over islands."""
 
+    def ahead(self, batches: Iterator[T], flushes: Callable[[], bool]) -> Iterator[T]:
+        """Batches of an epoch, one of which may be taken before its turn if the step doesn't flush."""
+        return batches
+
     def leaves(self, step: int, asked: bool) -> bool:
         """Whether any island is asked to leave, at a border at which islands meet; collective there."""
         return asked
@@ -66,7 +70,42 @@ class Exchange:
         """Keep what the next exchange depends on beside parameters, for a save of that step."""
 
 
-class IslandExchange(Exchange):
+class SavedExchange(Exchange):
+    """What a rule depends on is saved beside the run, by rank."""
+
+    said = ""  # the rule
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchange depends on beside parameters."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from that."""
+
+    def save(self, folder: Path, step: int, keep: int) -> None:
+        path = _state_file(folder, step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        torch.save(self.state_dict(), draft)
+        draft.rename(path)
+        for old in sorted(path.parent.glob(f"*.{path.name.partition('.')[2]}"))[: -keep - 1]:
+            old.unlink()
+
+    def load(self, folder: Path, step: int) -> None:
+        """Go on from what was kept for the save of that step, under the same plan."""
+        path = _state_file(folder, step)
+        try:
+            self.load_state_dict(torch.load(path, weights_only=True))
+        except (OSError, RuntimeError, ValueError, KeyError) as cause:
+            raise InputError(
+                where=f"autopar.steps with updates={self.said}",
+                found=f"no state of exchanges for this rank in {path}: {type(cause).__name__}",
+                wanted="that of the rule, the islands and the plan that the run was saved under",
+                remedy="start it with as many islands and ranks, or name another folder",
+            ) from cause
+
+
+class IslandExchange(SavedExchange):
     """What all rules have in common: the parameters of this rank that learn, and the other islands."""
 
     meets_every = 1  # steps
@@ -74,6 +113,7 @@ class IslandExchange(Exchange):
 
     def __init__(self, islands: Islands, model: nn.Module) -> None:
         self.islands, self.across, self.model = islands, islands.across, model
+        self.said = str(islands.rule)
         self.named: Named = [
             (name, item) for name, item in model.named_parameters() if item.requires_grad and item.numel()
         ]
@@ -126,35 +166,6 @@ class IslandExchange(Exchange):
                 wanted="gradients before the step, which islands exchange then",
                 remedy="call backward, then optimizer.step() without arguments",
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next exchange depends on beside parameters."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from that."""
-
-    def save(self, folder: Path, step: int, keep: int) -> None:
-        path = _state_file(folder, step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
-        torch.save(self.state_dict(), draft)
-        draft.rename(path)
-        for old in sorted(path.parent.glob(f"*.{path.name.partition('.')[2]}"))[: -keep - 1]:
-            old.unlink()
-
-    def load(self, folder: Path, step: int) -> None:
-        """Go on from what was kept for the save of that step, under the same plan."""
-        path = _state_file(folder, step)
-        try:
-            self.load_state_dict(torch.load(path, weights_only=True))
-        except (OSError, RuntimeError, ValueError, KeyError) as cause:
-            raise InputError(
-                where=f"autopar.steps with updates={self.islands.rule}",
-                found=f"no state of exchanges for this rank in {path}: {type(cause).__name__}",
-                wanted="that of the rule, the islands and the plan that the run was saved under",
-                remedy="start it with as many islands and ranks, or name another folder",
-            ) from cause
 
     def held(self) -> Named:
         """The parts of parameters that this rank holds, sharing their storage."""

@@ -28,7 +28,7 @@ from autopar.runtime.parameters.parameters import local
 from autopar.torch_seams.collectives import PrefixStore
 from autopar.torch_seams.islands import gloo_group
 from autopar.updates.event_log import EventLog
-from autopar.updates.rules import Server, UpdateRule, check_islands
+from autopar.updates.rules import IslandRule, Server, check_islands
 
 _PLAN = "plan"
 ISLANDS = "islands"  # the option's name, in errors
@@ -38,7 +38,7 @@ ISLANDS = "islands"  # the option's name, in errors
 class Islands:
     """The islands of a run, of which this process is on number `mine`, and the rule by which they learn."""
 
-    rule: UpdateRule
+    rule: IslandRule
     count: int
     mine: int
     across: Across
@@ -116,7 +116,7 @@ def island_cluster(cluster: ClusterSpec, count: int | None) -> tuple[ClusterSpec
     return cluster.stage(count, asked=ISLANDS), count
 
 
-def join_islands(rule: UpdateRule, cluster: ClusterSpec, count: int, timeout: timedelta) -> Islands:
+def join_islands(rule: IslandRule, cluster: ClusterSpec, count: int, timeout: timedelta) -> Islands:
     """Join this rank's island, as the world of torch.distributed, and the group across islands.
 
     Raises InputError where the process is in a process group already, or the launcher's ranks aren't as many.
@@ -140,7 +140,7 @@ _joined: Islands | None = None  # where the process is, once it has joined
 _worlds = 0  # models that have been given islands
 
 
-def _join(rule: UpdateRule, cluster: ClusterSpec, count: int, timeout: timedelta) -> Islands:
+def _join(rule: IslandRule, cluster: ClusterSpec, count: int, timeout: timedelta) -> Islands:
     if dist.is_initialized():
         raise InputError(
             where=f"parallelize with updates={rule}",

@@ -28,7 +28,7 @@ from autopar.runtime.islands.joining import Islands
 from autopar.runtime.islands.messages import SERVER, Mark, Message
 from autopar.runtime.parameters.parameters import local
 from autopar.updates.event_log import EventLog, GradientEvent
-from autopar.updates.rules import Server, UpdateRule
+from autopar.updates.rules import IslandRule, Server
 
 POLL_SECONDS = 0.5e-3  # between looks at who has spoken
 DROP, SEND, END = 0, 1, 2  # a server's answers
@@ -231,7 +231,7 @@ def _added(a: Tensor, b: Tensor) -> Tensor:
     return a + b if a.numel() and b.numel() else a if a.numel() else b
 
 
-def _require_one(optimizers: Sequence[torch.optim.Optimizer], rule: UpdateRule) -> None:
+def _require_one(optimizers: Sequence[torch.optim.Optimizer], rule: IslandRule) -> None:
     """Raise InputError unless there is one optimizer, which the server steps."""
     if len(optimizers) != 1:
         raise InputError(

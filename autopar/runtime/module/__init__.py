@@ -7,6 +7,7 @@ transforms         calls inside torch.compile, tracers and vmap
 whole_model        the serial model for a while, with all of its weights
 saves              a run in a folder, and back
 steps              a training loop that goes on from a save
+stale_steps        such a loop, a batch ahead of its body
 pretrained         weights from and to safetensors files
 step_reports       seconds of steps, and ranks for which others wait
 extra_values       what a user saves beside a run

@@ -33,6 +33,7 @@ from autopar.runtime.islands.joining import Islands
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module.regions import region_of
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.stale_steps import StaleSteps
 from autopar.runtime.optimizers.clipping import norm_dtype, scale, total_norm
 from autopar.runtime.optimizers.loss_scaling import factor_of
 from autopar.runtime.parameters.parameters import (
@@ -44,6 +45,7 @@ from autopar.runtime.programs.local_inputs import LocalInputs
 from autopar.runtime.programs.placed_tensors import PlacedTensors
 from autopar.runtime.programs.program_cache import Entry
 from autopar.runtime.tree.user_tree import UserTree
+from autopar.schedules.unflushed import unflushed_seconds
 from autopar.torch_seams.autograd import graph_task
 from autopar.trace.call.call_signature import Arguments, find_loss, flatten_arguments, require_values
 from autopar.trace.forms.simplify import no_loss
@@ -120,6 +122,7 @@ class Runner:
         self._inside: tuple[LeftInside, ...] = ()  # and in other objects
         self._scaler: torch.amp.GradScaler | None = None  # of the losses of steps
         self.islands: Islands | None = None  # of which this world is one
+        self.stale: StaleSteps | None = None  # of pipelines that aren't flushed
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -186,16 +189,26 @@ class Runner:
         scale = factor_of(self._scaler, self._running.device) if self._scaler and learn else None
         with torch.set_grad_enabled(learn):
             known = self._agree(call, step=self._by_steps)
+            if self.stale and self.stale.under_way is not None and learn:
+                known = self.stale.same(*self._programs.known(call, step=True))
             program = self._current = self._program(call, step=self._by_steps, known=known)
             count = program.executable.plan.pipeline.micro_batches
-            batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
+            cutting = program.executable.cutting
+
+            def split(call: Arguments) -> Sequence[MicroBatch]:
+                return split_batch(cutting, call.tensors, count, find=self._buffer)
+
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 with without_autocast(self._running.device.type):
-                    loss = program.train(batch, scale) if learn else program.evaluate(batch)
+                    if self.stale and learn:
+                        loss = self.stale.train(program, call, split)
+                    else:
+                        batch = split(call)
+                        loss = program.train(batch, scale) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
-                loss = self._accumulate(call, batch, program, scale, learn=learn)
+                loss = self._accumulate(call, split(call), program, scale, learn=learn)
         self._leave()
         return loss
 
@@ -495,11 +508,19 @@ class Runner:
         """Let go of the parameters' storage, which is about to be replaced."""
         self._programs.untie()
 
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step; of pipelines that aren't flushed, in steady state."""
+        if self.stale is None or not self.plan.stage_costs:
+            return self.plan.step_seconds
+        return unflushed_seconds(self.plan.pipeline, self.plan.stage_costs)
+
     def describe(self) -> str:
         """Describe the plan, and this rank's program."""
         if self._current is None:
             return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
-        return self._describe(self._current.executable)
+        told = "" if self.stale is None else f"{self.stale.describe(self.plan, self.step_seconds)}\n\n"
+        return told + self._describe(self._current.executable)
 
 
 def _refuse_input_gradients(call: Arguments) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from autopar.runtime.collectives.roll_call import everybody
 from autopar.runtime.launch.flight_record import waited
 from autopar.runtime.launch.processes import RankProcess, own_process
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.units import show_seconds
 
 LEAST_SECONDS = 1e-9  # of a median that divides
@@ -100,4 +100,4 @@ class StepClock:
 
     def _predicted(self) -> float:
         models = [item for item in self.model.modules() if isinstance(item, ParallelModule)]
-        return float(sum(item.plan.step_seconds for item in models))
+        return float(sum(runner_of(item).step_seconds for item in models))

@@ -29,6 +29,7 @@ from autopar.runtime.module.extra_values import require_alike_extra
 from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.saves import KEPT_SAVES, finish_saves, load, require_folder, save
+from autopar.runtime.module.stale_steps import FLUSH_STRIDE, StaleExchange
 from autopar.runtime.module.step_reports import StepClock, StepReport
 from autopar.runtime.module.taken_gradients import marking_taken, pending_gradient
 
@@ -89,7 +90,12 @@ class Steps:
         for epoch in range(self.sampler.epoch, self.exchange.epochs(self.epochs)):
             self.epoch = epoch
             self.sampler.set_epoch(epoch)
-            yield from self.sampler.count(self.loader)
+            yield from self.exchange.ahead(self.sampler.count(self.loader), self._flushes)
+
+    def _flushes(self) -> bool:
+        """Whether nothing may be under way after the step to come, as ranks meet then."""
+        step = self.step + 1
+        return self._due is not None or step % self.save_every == 0 or step % FLUSH_STRIDE == 0
 
     def _end_step(self, request: LeaveRequest) -> None:
         """Count the step, let islands exchange what is due, and do what is due at its border."""
@@ -172,7 +178,7 @@ class Steps:
         if before is not None:
             self.step = self._saved = before.step or 0
             self.extra = before.extra
-        self.exchange = exchange_of(
+        self.exchange = self._stale() or exchange_of(
             self.islands,
             self.model,
             self.folder,
@@ -181,6 +187,23 @@ class Steps:
             scheduled=self.others["scheduler"] is not None,
         )
         note_step(self.step)
+
+    def _stale(self) -> Exchange | None:
+        """The exchange of a pipeline that isn't flushed."""
+        stale = runner_of(self.model).stale if isinstance(self.model, ParallelModule) else None
+        if stale is None:
+            return None
+        if self.others["scaler"] is not None:
+            raise InputError(
+                where=f"autopar.steps with updates={stale.rule}",
+                found="a GradScaler, whose factor changes while a batch is under way",
+                wanted="losses as they are",
+                remedy="leave the scaler out, as in bfloat16",
+            )
+        exchange = StaleExchange(stale)
+        if self.step:
+            exchange.load(self.folder, self.step)
+        return exchange
 
     def _border(self, request: LeaveRequest) -> None:
         """After a step: save where it is time to, and leave where any rank is asked to.

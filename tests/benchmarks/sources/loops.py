@@ -8,8 +8,8 @@ saves is 1 - its seconds / the tree's, each with its best algorithm.
 from __future__ import annotations
 
 from autopar.cluster import Link
+from autopar.core.sum_schedules import SumAlgorithm
 from autopar.core.topology import Topology, TopologyKind
-from autopar.cost.topology.algorithms import SumAlgorithm
 from autopar.cost.topology.price import loads_of, loads_seconds
 from autopar.units import show_seconds
 from tests.benchmarks.sources.figures import FigureRow, FigureTable

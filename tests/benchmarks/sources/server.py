@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.cost.topology.algorithms import SumSchedule, nested_rings
+from autopar.core.sum_schedules import SumSchedule, nested_rings
 from tests.benchmarks.sources.figures import FigureRow, FigureTable
 
 PROCESS_COUNTS = (2, 4, 8, 64)

@@ -6,9 +6,9 @@ import pytest
 
 from autopar.cluster import Link
 from autopar.core.costs import Collective
+from autopar.core.sum_schedules import SumAlgorithm
 from autopar.core.topology import Topology, TopologyKind
 from autopar.cost.machine import collectives
-from autopar.cost.topology.algorithms import SumAlgorithm
 from autopar.cost.topology.price import NodeGroup, loads_of, loads_seconds, seconds
 from tests.cost.topology.topologies import every
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from autopar.core.topology import Topology, TopologyKind
-from autopar.cost.topology.algorithms import (
+from autopar.core.sum_schedules import (
     SumAlgorithm,
     SumSchedule,
     grid,
@@ -16,6 +15,7 @@ from autopar.cost.topology.algorithms import (
     schedule_of,
     shifted,
 )
+from autopar.core.topology import Topology, TopologyKind
 from tests.cost.topology.topologies import every
 
 SIZES = range(2, 10)
