@@ -291,9 +291,37 @@ class ClusterSpec:
         part = self._part(devices // self.devices_per_node or 1, devices if inside else self.devices_per_node)
         if not self.groups:
             return part
-        stages = [self.places[start : start + devices] for start in range(0, self.num_devices, devices)]
-        places = tuple(tuple(sorted({*chain.from_iterable(each)})) for each in zip(*stages, strict=True))
+        blocks = self._blocks(devices)
+        places = tuple(tuple(sorted({*chain.from_iterable(each)})) for each in zip(*blocks, strict=True))
         return replace(part, groups=self.groups, places=places)
+
+    def blocks(self, count: int) -> tuple[ClusterSpec, ...]:
+        """Each of the `count` parts that follow each other, with its own groups and their least memory; one
+        for all where devices are alike. Raises `InputError` as `stage` does."""
+        part = self.stage(count)
+        if not self.groups:
+            return (part,) * count
+        return tuple(
+            replace(part, places=places, memory=self._least_memory(places))
+            for places in self._blocks(part.num_devices)
+        )
+
+    def slice(self, first: int, devices: int) -> ClusterSpec:
+        """Some devices from number `first` on, within a node or of whole nodes, with their own groups."""
+        nodes = max(1, devices // self.devices_per_node)
+        part = self._part(nodes, devices // nodes)
+        if not self.groups:
+            return part
+        places = self.places[first : first + devices]
+        return replace(part, groups=self.groups, places=places, memory=self._least_memory(places))
+
+    def _blocks(self, devices: int) -> list[tuple[tuple[int, ...], ...]]:
+        return [self.places[start : start + devices] for start in range(0, self.num_devices, devices)]
+
+    def _least_memory(self, places: tuple[tuple[int, ...], ...]) -> int | None:
+        """The least memory of a device of the groups that ranks at these `places` are of."""
+        memories = (self.groups[number].memory for number in chain.from_iterable(places))
+        return min((each for each in memories if each is not None), default=None)
 
     def shaped(self, nodes: int, devices_per_node: int) -> ClusterSpec:
         """A cluster of `nodes` nodes of `devices_per_node` devices like these, with the same links. Raises

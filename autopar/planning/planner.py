@@ -46,6 +46,7 @@ from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
 from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish
 from autopar.planning.training_notes import weight_notes
+from autopar.planning.unlike_meshes import find_unlike
 from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.trace.call.call_signature import LossFunction, flatten_arguments
@@ -127,6 +128,9 @@ class Planner:
     ) -> Plan:
         """Search, with the cost database open."""
         budget = budget or Budget(request.measure_seconds)
+        if request.meshes:
+            with Database.open(self.costdb) as database:
+                return find_unlike(graph, self.cluster, request, SearchMeans(database, deadline=deadline))
         with Database.open(self.costdb) as database:
 
             def decided(graph: Graph, cutoff: float) -> MeshDecision:

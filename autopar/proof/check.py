@@ -147,7 +147,7 @@ class Report:
             "rounding_error": self.verdict.rounding,
             "status": self.plan.status,
             "cluster": self.plan.cluster,
-            "mesh": str(self.plan.mesh),
+            "mesh": self.plan.mesh_name,
         }
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Report:
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
         alike = " that is cut alike" if self.changes else ""
         lines.append(
-            f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
+            f"mesh {self.plan.mesh_name}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
         )
         if self.low is not None:
@@ -304,7 +304,7 @@ def _check_pipeline(
         ours, disagreement = train_on_processes(job)
     else:
         shorter_graph = raise_graph(shorter.graph)[0] if shorter else None
-        split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
+        split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph, plan.programs)
         with float64_by_default():
             ours = simulate_pipeline(model, batch, traced.arguments.paths, split_graph, steps=steps)
     constants = written_constants(traced.graph)

@@ -6,5 +6,6 @@ bound_program    one program, tied to the tensors of a module
 staged_program   training steps by a schedule
 stage            one stage over one micro-batch at a time
 torch_stage      the same under torch.distributed.pipelining's schedules
+unlike_stages    a stage where the meshes of stages are unlike
 forward_relay    calls without gradients, from stage to stage
 """
