@@ -134,7 +134,8 @@ class Compiler(Planner):
         difference = fingerprint_of(traced.graph).difference(self.plan.graph)
         if difference is None:
             if self.plan_binds:  # it may come from a file
-                check_program(self.plan.program, traced.graph)
+                for program in self.plan.all_programs:
+                    check_program(program, traced.graph)
             return self.plan
         if self.plan_binds:
             raise InputError(
@@ -202,7 +203,8 @@ class Compiler(Planner):
         if not training:
             shorter = replace(shorter, graph=without_gradients(shorter.graph))
         shorter = as_planned(shorter, plan)
-        check_plan(plan.program, traced.graph, shorter.graph)
+        for program in plan.all_programs:
+            check_plan(program, traced.graph, shorter.graph)
         return shorter
 
     def device(self) -> torch.device:

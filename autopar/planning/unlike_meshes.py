@@ -1,4 +1,4 @@
-"""The plan of stages whose meshes are asked for one by one: `--mesh 1+3`.
+"""The plan of stages whose meshes are asked for one by one: `--mesh 1+3`, or of one stage for each group.
 
     mesh 1      rank 0           each mesh's best assignment of the whole graph    -> a program, tables
     mesh 3      ranks 1 2 3      one cut, each stage priced by its own tables      -> starts
@@ -10,8 +10,11 @@ from part to part. Under a cap leaner assignments are tried, at rising prices of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -22,16 +25,28 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import inseparable
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.interval_table import Row
+from autopar.cost.machine.collectives import send_recv
 from autopar.cost.machine.model import CostModel
-from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
-from autopar.errors import InfeasibleError, InputError
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.cost.program.values import Value
+from autopar.cost.stages.intervals import (
+    Intervals,
+    choose_places,
+    crossing_bytes,
+    crossing_row,
+    intervals,
+)
+from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.asked.ask import NO_MEANS, Limits, SearchMeans
+from autopar.planning.asked.option_values import with_axes
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.step_parts import scaled, staged_parts
 from autopar.results.plan.plan import Plan
 from autopar.results.plan.step_parts import StepParts
+from autopar.rewrite.stage_borders import MeshSide, messages, transposed
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate import simulate
@@ -41,6 +56,7 @@ from autopar.solve.stages.cut_search import MOST_CUT_PLACES, ScheduledCut, best,
 from autopar.solve.stages.step import share_of, step_of
 
 KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage a rank: whose messages are sent here
+MOST_STAGED_GROUPS = 4  # of unlike sizes, each of which may be one stage
 BYTE_PRICES = (0.0, 1 / 16, 1 / 4, 1.0, 4.0)  # of a step's seconds, what all its bytes may cost
 
 
@@ -112,13 +128,20 @@ def _problems(graph: Graph, cluster: ClusterSpec, request: Request, model: CostM
     known: dict[tuple[Mesh, ClusterSpec], StageProblem] = {}
     found = []
     for mesh, part in zip(request.meshes, parts_of(cluster, request.meshes), strict=True):
-        numbers = {number for groups in part.places for number in groups}
-        alone = next(iter(numbers)) if len(numbers) == 1 else None
-        own = (part, model) if alone is None else (part.of_group(alone), model.of_group(alone))
-        asked = replace(request, mesh=mesh, meshes=(), pipeline_ranks=len(request.meshes))
-        problem = MeshProblem(graph, mesh, *own, asked, request.cap(part), hop)
-        found.append(known.setdefault((mesh, part), StageProblem(problem, part)))
+        made = known.get((mesh, part)) or problem_on(graph, mesh, part, request, model, hop)
+        found.append(known.setdefault((mesh, part), made))
     return found
+
+
+def problem_on(
+    graph: Graph, mesh: Mesh, part: ClusterSpec, request: Request, model: CostModel, hop: Link | None = None
+) -> StageProblem:
+    """The problem of a pipeline rank on a part of the cluster, by the costs of its own group."""
+    numbers = {number for groups in part.places for number in groups}
+    alone = next(iter(numbers)) if len(numbers) == 1 else None
+    own = (part, model) if alone is None else (part.of_group(alone), model.of_group(alone))
+    asked = replace(request, mesh=mesh, meshes=())
+    return StageProblem(MeshProblem(graph, mesh, *own, asked, request.cap(part), hop or part.intra), part)
 
 
 def parts_of(cluster: ClusterSpec, meshes: Sequence[Mesh]) -> list[ClusterSpec]:
@@ -151,19 +174,54 @@ def _cut(problems: Sequence[StageProblem], solutions: Sequence[Solution], hop: L
     apart = inseparable(first.graph)
     chosen = choose_places(crossing_bytes(solutions[0].priced), MOST_CUT_PLACES)
     places = tuple(place for place in chosen if place not in apart)
-    tables = [intervals(each.priced, hop, places=places) for each in solutions]
     caps = [each.problem.cap for each in problems]
     least = min((cap for cap in caps if cap is not None), default=None)
     room = tuple(0 if cap is None or least is None else cap - least for cap in caps)
-    return best(cuts([_joined(tables, room)], schedules, cap=least))
+    return best(cuts([_joined(solutions, hop, places, room)], schedules, cap=least))
 
 
-def _joined(tables: Sequence[Intervals], room: tuple[int, ...]) -> Intervals:
-    """The tables of all ranks as one. What crosses a cut takes as long as where a rank has most of it."""
-    rows = ("send", "send_back", "received", "received_back")
-    most = {name: np.maximum.reduce([getattr(each, name) for each in tables]) for name in rows}
-    of_ranks = tuple(replace(each, **most) for each in tables)
-    return replace(of_ranks[0], of_ranks=of_ranks, room=room)
+def _joined(
+    solutions: Sequence[Solution], hop: Link, places: Sequence[int], room: tuple[int, ...]
+) -> Intervals:
+    """The tables of all ranks as one, with what crosses each border; bounds count the least of these."""
+    tables = [intervals(each.priced, hop, places=places) for each in solutions]
+    hops = tuple(
+        _border(one.priced, other.priced, hop, places) for one, other in itertools.pairwise(solutions)
+    )
+    send, send_back = (np.minimum.reduce(rows) for rows in zip(*hops, strict=True))
+    held = {
+        name: np.maximum.reduce([getattr(each, name) for each in tables])
+        for name in ("received", "received_back")
+    }
+    of_ranks = tuple(replace(each, send=send, send_back=send_back, **held) for each in tables)
+    return replace(of_ranks[0], of_ranks=of_ranks, room=room, hops=hops)
+
+
+def _border(before: PricedProgram, after: PricedProgram, hop: Link, places: Sequence[int]) -> tuple[Row, Row]:
+    """Seconds of the values that cross each cut from one mesh to the next, and of their gradients back: of
+    the rank that sends or receives most."""
+    last: dict[str, int] = {}
+    for each in before.values.of.values():
+        last[each.name] = max([last.get(each.name, -1), *each.uses])
+    sources = [before.values.source(name) for name in before.values.sources]
+    crossing = [replace(each, uses=(last[each.name],)) for each in sources if last.get(each.name, -1) >= 0]
+
+    def seconds(value: Value, *, back: bool) -> float:
+        name, specs = value.name, before.graph.specs
+        if value.free or (back and not specs[name].requires_grad):
+            return 0.0
+        sides = [MeshSide(each.prices.dims, each.values.source(name).layout) for each in (before, after)]
+        if back:
+            sides = [side._replace(layout=transposed(side.layout)) for side in reversed(sides)]
+        sent, received = Counter[int](), Counter[int]()
+        for item in messages(name, *sides):
+            nbytes = math.prod(item.sent.shape) * specs[name].dtype.itemsize
+            sent[item.sender] += nbytes
+            received[item.receiver] += nbytes
+        return send_recv(max([*sent.values(), *received.values()], default=0), hop)
+
+    ahead, back = (crossing_row(crossing, places, partial(seconds, back=each)) for each in (False, True))
+    return ahead, back
 
 
 def _told(
@@ -204,3 +262,40 @@ def _weights(plans: Sequence[Plan], problems: Sequence[StageProblem]) -> Iterato
     for rank, (plan, each) in enumerate(zip(plans, problems, strict=True)):
         devices = each.problem.mesh.num_devices
         yield from plan.parameter_bytes[rank * devices : (rank + 1) * devices]
+
+
+def find_by_groups(
+    graph_of: Callable[[int], Graph],
+    counts: Sequence[int],
+    cluster: ClusterSpec,
+    request: Request,
+    means: SearchMeans,
+) -> Plan | None:
+    """The plan of one stage for each group of the cluster, on the mesh that is fastest there; None unless
+    groups are of unlike sizes, or if none can be had. Of the numbers of micro-batches, `counts`, it takes the
+    one nearest to four for each stage."""
+    sizes = [group.num_devices for group in cluster.groups]
+    own = tuple((number,) for number, size in enumerate(sizes) for _ in range(size))
+    if not 2 <= len(sizes) <= MOST_STAGED_GROUPS or len({*sizes}) == 1 or cluster.places != own:
+        return None
+    count = min(counts, key=lambda each: (abs(math.log(each / (4 * len(sizes)))), each))
+    asked = replace(request, pipeline_ranks=len(sizes), micro_batches=count)
+    model, limits = CostModel.of(cluster, means.database), Limits(means.deadline)
+    try:
+        graph = graph_of(count)
+        parts = parts_of(cluster, [Mesh((size,)) for size in sizes])
+        chosen = [_fastest_mesh(graph, part, asked, model, limits) for part in parts]
+        axes = max(len(mesh.shape) for mesh in chosen)
+        meshes = tuple(with_axes(mesh, axes) for mesh in chosen)
+        return find_unlike(graph, cluster, replace(asked, meshes=meshes), means)
+    except (InfeasibleError, InputError, SolverError, TraceError):
+        return None
+
+
+def _fastest_mesh(
+    graph: Graph, part: ClusterSpec, request: Request, model: CostModel, limits: Limits
+) -> Mesh:
+    """The mesh of one or two axes on which the whole graph is fastest on a part of the cluster."""
+    meshes = [mesh for mesh in part.meshes() if len(mesh.shape) < 3 and part.num_devices > 1]
+    problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes or [Mesh((1,))]]
+    return min(problems, key=lambda each: each.solve(0.0, limits).seconds).problem.mesh

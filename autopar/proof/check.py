@@ -293,7 +293,8 @@ def _check_pipeline(
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
-        check_plan(plan.program, traced.graph, shorter.graph)
+        for program in plan.all_programs:
+            check_plan(program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
     model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.device_groups import GroupLink
+from autopar.core.force import Parallelism
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
+from autopar.planning.asked.ask import NO_MEANS
 from autopar.planning.asked.option_values import read_mesh
 from autopar.planning.asked.request import Request
-from autopar.planning.unlike_meshes import find_unlike, parts_of
+from autopar.planning.unlike_meshes import find_by_groups, find_unlike, parts_of
 from autopar.results.plan.plan import Plan
-from tests.planning.test_group_orders import LAYERS, cluster_of, graph, layers_of
+from tests.planning.test_group_orders import BIG, LAYERS, PART, WIDTH, cluster_of, graph, layers_of
 
 __all__ = ["graph"]  # the fixture
 
@@ -45,6 +49,27 @@ def test_a_stage_of_more_devices_has_more_layers(graph: Graph, tmp_path: Path) -
 def test_a_stage_is_priced_on_its_own_group(graph: Graph) -> None:
     fast, slow = (planned(graph, cluster_of(*speeds), "1+2") for speeds in ((9.0, 1.0, 1.0), (1.0, 9.0, 9.0)))
     assert layers_of(fast)[0] > layers_of(fast)[1] and layers_of(slow)[0] < layers_of(slow)[1]
+
+
+def test_each_rank_of_the_next_stage_is_sent_its_part(graph: Graph) -> None:
+    found = planned(graph, cluster_of(*[1.0] * 5), "1+4", force=Parallelism.BATCH)
+    seconds = pytest.approx(1e-6 + 4 * PART * WIDTH / 1e12)  # all parts together, of the rank that sends them
+    assert (found.stages[0].send_output, found.stages[1].send_gradient) == (seconds, seconds)
+
+
+def test_groups_of_unlike_sizes_may_be_a_stage_each(graph: Graph) -> None:
+    groups = [
+        replace(cluster_of(speed, 5.0).groups[0], name=name, devices_per_node=size, memory=BIG)
+        for name, speed, size in (("one", 2.0, 1), ("three", 1.0, 3))
+    ]
+    slow = Link(1e-3, 1e9)
+    cluster = ClusterSpec.of_groups(groups, [GroupLink(("one", "three"), slow)])
+    request = Request(measure=False, schedule=None)
+    found = find_by_groups(lambda _: graph, [1, 2, 4, 8, 16], cluster, request, NO_MEANS)
+    assert found is not None and found.pipeline.micro_batches == 8
+    assert [mesh.num_devices for mesh in found.pipeline.meshes] == [1, 3]
+    alike = cluster_of(1.0, 2.0)
+    assert find_by_groups(lambda _: graph, [1, 8], alike, request, NO_MEANS) is None
 
 
 def test_meshes_of_fewer_axes_get_axes_of_one_device() -> None:

@@ -11,7 +11,7 @@ u_(i-1): a rectangle of the table (rectangles.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -82,6 +82,7 @@ class Intervals:
     beside: float = 0.0
     of_ranks: tuple[Intervals, ...] = ()
     room: tuple[int, ...] = ()
+    hops: tuple[tuple[Row, Row], ...] = ()  # of each border of unlike meshes what `send`, `send_back` are
 
     def on_rank(self, rank: int) -> Intervals:
         """The tables of a pipeline rank."""
@@ -227,6 +228,14 @@ def _intervals(
         overlap=prices.overlap,
         beside=float(priced.graph.beside),
     )
+
+
+def crossing_row(values: Iterable[Value], places: Sequence[int], amount: Callable[[Value], float]) -> Row:
+    """The sum, at each cut, of an amount of all the values that cross it."""
+    row = _Crossing(places)
+    for value in values:
+        row.add(value, amount(value))
+    return row.total()
 
 
 def _host_seconds(prices: Prices) -> float:

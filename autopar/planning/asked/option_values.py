@@ -42,7 +42,7 @@ def read_mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | tuple[Mesh, ...
     if isinstance(mesh, str) and "+" in mesh:
         meshes = [Mesh.parse(text) for text in mesh.split("+")]
         most = max(len(each.shape) for each in meshes)
-        return tuple(_with_axes(each, most) for each in meshes)
+        return tuple(with_axes(each, most) for each in meshes)
     if isinstance(mesh, str):
         return Mesh.parse(mesh)
     if mesh is None or isinstance(mesh, Mesh):
@@ -54,7 +54,7 @@ def read_mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | tuple[Mesh, ...
     return Mesh.parse(text)
 
 
-def _with_axes(mesh: Mesh, count: int) -> Mesh:
+def with_axes(mesh: Mesh, count: int) -> Mesh:
     """The mesh with so many axes, by major ones of one device."""
     more = count - len(mesh.shape)
     return Mesh((1,) * more + mesh.shape, ((),) * more + mesh.shares if mesh.shares else ())

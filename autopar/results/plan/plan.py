@@ -162,6 +162,11 @@ class Plan:
         """Devices of an axis, for each stage where meshes are unlike."""
         return " + ".join(str(mesh.shape[axis]) for mesh in self.pipeline.meshes or (self.mesh,))
 
+    @property
+    def all_programs(self) -> tuple[Program, ...]:
+        """The programs that ranks run: one, or that of each stage."""
+        return self.programs or (self.program,)
+
     def program_of(self, rank: int) -> Program:
         """The program whose stages a pipeline rank runs."""
         return self.programs[rank] if self.programs else self.program

@@ -390,11 +390,22 @@ class CutProblem:
             forward=forward,
             input_gradient=self.pick(self.backward, paths).T,
             weight_gradient=weights,
-            send_output=self.table.send[paths[:, 1:].T],
-            send_gradient=self.table.send_back[paths[:, :-1].T],
+            send_output=self.hop_seconds(paths[:, 1:].T, ahead=True),
+            send_gradient=self.hop_seconds(paths[:, :-1].T, ahead=False),
             sync=sync,
             update=update,
         )
+
+    def hop_seconds(self, cuts: Paths, *, ahead: bool) -> NDArray[np.float64]:
+        """Seconds [stage, cut] of what crosses the cut after each stage, or before it for gradients."""
+        table = self.table
+        if not table.hops:
+            found: NDArray[np.float64] = (table.send if ahead else table.send_back)[cuts]
+            return found
+        rows = [pair[0 if ahead else 1] for pair in table.hops]
+        nothing = np.zeros_like(table.send)
+        of_stages = [*rows, nothing] if ahead else [nothing, *rows]
+        return np.stack([row[places] for row, places in zip(of_stages, cuts, strict=True)])
 
     def seconds(self, paths: Paths, below: float = math.inf) -> NDArray[np.float64]:
         """Step times [cut], infinity for those that don't fit and for those whose busiest rank alone takes
