@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.core.cluster_keys import (
     CLUSTER_KEYS,
@@ -39,6 +39,7 @@ from autopar.core.cluster_tables import (
     too_many,
 )
 from autopar.core.device_groups import DeviceGroup, GroupLink, check_groups, node_size, slowest
+from autopar.core.found_groups import FoundDevice, groups_of_found
 from autopar.core.links import ETHERNET as ETHERNET
 from autopar.core.links import LOOPBACK as LOOPBACK
 from autopar.core.links import PCIE as PCIE
@@ -176,7 +177,11 @@ class ClusterSpec:
 
     @staticmethod
     def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
-        """The cluster that torchrun or SLURM started this process on, its links estimated."""
+        """The cluster that torchrun or SLURM started this process on, its links estimated.
+
+        Where torch.distributed is initialised ranks tell each other which GPUs they have, and unlike ones
+        form groups; collective then. Before that all are taken for like this rank's.
+        """
         environment = {**environment, **torchrun_variables(environment)}
         names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         texts = [environment.get(name, "") for name in names]
@@ -190,7 +195,13 @@ class ClusterSpec:
                 wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
                 remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
             )
-        return _this_machine(per_node, nodes=world // per_node)
+        here = _this_machine(per_node, nodes=world // per_node)
+        devices = _found_devices(here)
+        if len(set(devices)) < 2:
+            return here
+        inter = here.inter if here.nodes > 1 else None
+        groups, between = groups_of_found(devices, per_node, intra=here.intra, inter=inter)
+        return ClusterSpec.of_groups(groups, between, host=here.host)
 
     @staticmethod
     def from_toml(path: str | Path) -> ClusterSpec:
@@ -458,6 +469,18 @@ def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
         host=host,
         host_memory=ram if host else None,
     )
+
+
+def _found_devices(here: ClusterSpec) -> list[FoundDevice]:
+    """Kind and memory of each rank's GPU; none of CPUs, or before ranks can tell each other."""
+    import torch.distributed as dist
+
+    told = here.device_type == "cuda" and dist.is_available() and dist.is_initialized()
+    if not told or dist.get_world_size() != here.num_devices:
+        return []
+    found: list[Any] = [None] * here.num_devices
+    dist.all_gather_object(found, (here.device, here.memory))
+    return found
 
 
 def _count_gpus() -> int:

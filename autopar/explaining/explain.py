@@ -135,7 +135,7 @@ def problem_of(asked: AskedPlan, plan: Plan) -> MeshProblem:
             where="autopar explain",
             found=f"stages on meshes {plan.mesh_name}",
             wanted="a plan whose stages have one mesh",
-            remedy="explain a plan with --mesh of one stage, or without --mesh",
+            remedy="give all stages one mesh, or leave out --mesh",
         )
     request = replace(asked.request()[0].settled(plan), alternatives=False)
     target, whole = asked.target, asked.cluster

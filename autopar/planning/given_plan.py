@@ -104,7 +104,7 @@ def as_stages_lie(plan: Plan, graph: Graph, micro_batches: int) -> Plan:
                 found=f"stages on meshes {meshes}, and other operators or outputs than the step's that was "
                 "planned",
                 wanted="calls that compute the planned loss, as train_step and eval_step do",
-                remedy="evaluate by eval_step, or give all stages one mesh",
+                remedy="use eval_step, or give all stages one mesh",
             )
         check_program(program, graph)
     programs = tuple(_of_values(program, graph) for program in plan.programs)

@@ -65,9 +65,9 @@ def norm_over_meshes(
     if norm_type == 0:
         raise InputError(
             where="clip_grad_norm_",
-            found="norm_type=0, with stages on unlike meshes",
+            found="the norm of 0, with stages on unlike meshes",
             wanted="another norm",
-            remedy="take norm_type=2.0",
+            remedy="choose the norm of 2, say",
         )
     own = total_norm(gradients, norm_type, dtype=torch.float64, group=None, device=device)
     return total_norm([own] if leads else [], norm_type, dtype=dtype, group=dist.group.WORLD, device=device)
