@@ -295,7 +295,8 @@ def find_by_groups(
 def _fastest_mesh(
     graph: Graph, part: ClusterSpec, request: Request, model: CostModel, limits: Limits
 ) -> Mesh:
-    """The mesh of one or two axes on which the whole graph is fastest on a part of the cluster."""
-    meshes = [mesh for mesh in part.meshes() if len(mesh.shape) < 3 and part.num_devices > 1]
-    problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes or [Mesh((1,))]]
+    """The faster mesh for the whole graph of all devices of a part on one axis, and of nodes by devices."""
+    flat, nodes = Mesh((part.num_devices,)), Mesh((part.nodes, part.devices_per_node))
+    meshes = [flat, nodes] if min(nodes.shape) > 1 else [flat]
+    problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes]
     return min(problems, key=lambda each: each.solve(0.0, limits).seconds).problem.mesh

@@ -186,6 +186,7 @@ def _stages(costs: str) -> tuple[int, ...]:
     return ours.plan.pipeline.hosts
 
 
+@pytest.mark.slow
 def test_stages_lie_on_the_groups_that_the_plan_chose(pools: Pools, tmp_path: Path) -> None:
     assert {*pools(2).run(_stages, str(tmp_path / "costs.db"))} == {(1, 0)}
 
@@ -219,6 +220,7 @@ def _loads(folder: Path) -> None:
     assert gap(ours, model) < LOSS
 
 
+@pytest.mark.slow
 def test_a_tied_weight_on_unlike_meshes_is_one_and_even_plans_load_what_is_saved(
     pools: Pools, tmp_path: Path
 ) -> None:
