@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.core.cluster_keys import (
     CLUSTER_KEYS,
@@ -39,6 +39,7 @@ from autopar.core.cluster_tables import (
     too_many,
 )
 from autopar.core.device_groups import DeviceGroup, GroupLink, check_groups, node_size, slowest
+from autopar.core.found_groups import FoundDevice, groups_of_found
 from autopar.core.links import ETHERNET as ETHERNET
 from autopar.core.links import LOOPBACK as LOOPBACK
 from autopar.core.links import PCIE as PCIE
@@ -176,7 +177,11 @@ class ClusterSpec:
 
     @staticmethod
     def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
-        """The cluster that torchrun or SLURM started this process on, its links estimated."""
+        """The cluster that torchrun or SLURM started this process on, its links estimated.
+
+        Where torch.distributed is initialised ranks tell each other which GPUs they have, and unlike ones
+        form groups; collective then. Before that all are taken for like this rank's.
+        """
         environment = {**environment, **torchrun_variables(environment)}
         names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         texts = [environment.get(name, "") for name in names]
@@ -190,7 +195,13 @@ class ClusterSpec:
                 wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
                 remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
             )
-        return _this_machine(per_node, nodes=world // per_node)
+        here = _this_machine(per_node, nodes=world // per_node)
+        devices = _found_devices(here)
+        if len(set(devices)) < 2:
+            return here
+        inter = here.inter if here.nodes > 1 else None
+        groups, between = groups_of_found(devices, per_node, intra=here.intra, inter=inter)
+        return ClusterSpec.of_groups(groups, between, host=here.host)
 
     @staticmethod
     def from_toml(path: str | Path) -> ClusterSpec:
@@ -291,9 +302,37 @@ class ClusterSpec:
         part = self._part(devices // self.devices_per_node or 1, devices if inside else self.devices_per_node)
         if not self.groups:
             return part
-        stages = [self.places[start : start + devices] for start in range(0, self.num_devices, devices)]
-        places = tuple(tuple(sorted({*chain.from_iterable(each)})) for each in zip(*stages, strict=True))
+        blocks = self._blocks(devices)
+        places = tuple(tuple(sorted({*chain.from_iterable(each)})) for each in zip(*blocks, strict=True))
         return replace(part, groups=self.groups, places=places)
+
+    def blocks(self, count: int) -> tuple[ClusterSpec, ...]:
+        """Each of the `count` parts that follow each other, with its own groups and their least memory; one
+        for all where devices are alike. Raises `InputError` as `stage` does."""
+        part = self.stage(count)
+        if not self.groups:
+            return (part,) * count
+        return tuple(
+            replace(part, places=places, memory=self._least_memory(places))
+            for places in self._blocks(part.num_devices)
+        )
+
+    def slice(self, first: int, devices: int) -> ClusterSpec:
+        """Some devices from number `first` on, within a node or of whole nodes, with their own groups."""
+        nodes = max(1, devices // self.devices_per_node)
+        part = self._part(nodes, devices // nodes)
+        if not self.groups:
+            return part
+        places = self.places[first : first + devices]
+        return replace(part, groups=self.groups, places=places, memory=self._least_memory(places))
+
+    def _blocks(self, devices: int) -> list[tuple[tuple[int, ...], ...]]:
+        return [self.places[start : start + devices] for start in range(0, self.num_devices, devices)]
+
+    def _least_memory(self, places: tuple[tuple[int, ...], ...]) -> int | None:
+        """The least memory of a device of the groups that ranks at these `places` are of."""
+        memories = (self.groups[number].memory for number in chain.from_iterable(places))
+        return min((each for each in memories if each is not None), default=None)
 
     def shaped(self, nodes: int, devices_per_node: int) -> ClusterSpec:
         """A cluster of `nodes` nodes of `devices_per_node` devices like these, with the same links. Raises
@@ -430,6 +469,18 @@ def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
         host=host,
         host_memory=ram if host else None,
     )
+
+
+def _found_devices(here: ClusterSpec) -> list[FoundDevice]:
+    """Kind and memory of each rank's GPU; none of CPUs, or before ranks can tell each other."""
+    import torch.distributed as dist
+
+    told = here.device_type == "cuda" and dist.is_available() and dist.is_initialized()
+    if not told or dist.get_world_size() != here.num_devices:
+        return []
+    found: list[Any] = [None] * here.num_devices
+    dist.all_gather_object(found, (here.device, here.memory))
+    return found
 
 
 def _count_gpus() -> int:

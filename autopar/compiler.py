@@ -21,7 +21,7 @@ from autopar.core.outputs import Outputs
 from autopar.core.uncollected import uncollected
 from autopar.errors import InputError
 from autopar.planning.asked.request import Request
-from autopar.planning.given_plan import check_program
+from autopar.planning.given_plan import as_stages_lie, check_program
 from autopar.planning.graphs.known_plans import kept, resized
 from autopar.planning.losses import as_known, as_planned, other_form
 from autopar.planning.planner import Planner
@@ -93,7 +93,7 @@ class Compiler(Planner):
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         traced = as_known(traced, known)
-        plan = (self.given(traced) if pinned is None else None) or self.kept(traced, known)
+        plan = self.there_already(traced, known, pinned, request)
         rank, device = dist.get_rank(), self.device()
         if plan is None:
             require_known()
@@ -134,7 +134,8 @@ class Compiler(Planner):
         difference = fingerprint_of(traced.graph).difference(self.plan.graph)
         if difference is None:
             if self.plan_binds:  # it may come from a file
-                check_program(self.plan.program, traced.graph)
+                for program in self.plan.all_programs:
+                    check_program(program, traced.graph)
             return self.plan
         if self.plan_binds:
             raise InputError(
@@ -144,6 +145,16 @@ class Compiler(Planner):
                 remedy="build the model, its inputs and the call as they were planned, or plan anew",
             )
         return None
+
+    def there_already(
+        self, traced: Traced, known: Sequence[Plan], pinned: PinnedLayouts | None, request: Request
+    ) -> Plan | None:
+        """A plan that needs no search: a given one, that of stages on unlike meshes, or a known one."""
+        if pinned is None:
+            return self.given(traced) or self.kept(traced, known)
+        if pinned.plan is not None:
+            return as_stages_lie(pinned.plan, traced.graph, request.micro_batches)
+        return self.kept(traced, known)
 
     def kept(self, traced: Traced, known: Sequence[Plan]) -> Plan | None:
         """A known plan of the graph, or of it with its losses in pieces, but for numbers."""
@@ -157,7 +168,10 @@ class Compiler(Planner):
             request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
         if pinned is not None and pinned.pipeline.is_staged:
             request = replace(
-                request, stages_of_uses=pinned.stages_of_uses, schedule=pinned.pipeline.schedule
+                request,
+                stages_of_uses=pinned.stages_of_uses,
+                schedule=pinned.pipeline.schedule,
+                hosts=pinned.pipeline.hosts,
             )
             return request if step else replace(request, micro_batches=1, relay=True, outputs=Outputs.GLOBAL)
         return request if step else replace(request, micro_batches=1, pipeline_ranks=1)
@@ -189,7 +203,8 @@ class Compiler(Planner):
         if not training:
             shorter = replace(shorter, graph=without_gradients(shorter.graph))
         shorter = as_planned(shorter, plan)
-        check_plan(plan.program, traced.graph, shorter.graph)
+        for program in plan.all_programs:
+            check_plan(program, traced.graph, shorter.graph)
         return shorter
 
     def device(self) -> torch.device:

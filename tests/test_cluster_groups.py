@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import LOOPBACK, ClusterSpec, Link
 from autopar.core.device_groups import DeviceGroup, GroupLink, check_groups, slowest
+from autopar.core.found_groups import groups_of_found
 from autopar.errors import InputError
 
 FAST, NETWORK, BETWEEN = Link(2e-6, 50e9), Link(20e-6, 5e9), Link(50e-6, 1.25e9)
@@ -216,3 +217,37 @@ def test_groups_say_memory_as_text_and_are_at_least_one() -> None:
     assert DeviceGroup("a", "h100", memory="40GB").memory == 40 * 10**9  # type: ignore[arg-type]
     with pytest.raises(InputError, match="groups: found none"):
         ClusterSpec.of_groups([])
+
+
+# -- what ranks find --------------------------------------------------------------------------------------
+
+
+def test_like_devices_that_follow_each_other_are_a_group() -> None:
+    big, small = ("h100", 80), ("t4", 16)
+    found = [big] * 8 + [big, big, small, small] + [small] * 8
+    groups, between = groups_of_found(found, 4, intra=FAST, inter=NETWORK)
+    assert [(each.device, each.nodes, each.devices_per_node, each.memory) for each in groups] == [
+        ("h100", 2, 4, 80),
+        ("h100", 1, 2, 80),
+        ("t4", 1, 2, 16),
+        ("t4", 2, 4, 16),
+    ]
+    assert [each.same_node for each in between] == [False, True, False]
+    assert [each.link for each in between] == [NETWORK, FAST, NETWORK]
+    cluster = ClusterSpec.of_groups(groups, between)
+    assert cluster.places == ((0,),) * 8 + ((1,),) * 2 + ((2,),) * 2 + ((3,),) * 8
+
+
+def test_ranks_with_unlike_gpus_detect_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(found: list[Any], mine: Any) -> None:
+        found[:] = [mine, ("t4", 16 * 10**9)]
+
+    here = ClusterSpec(devices_per_node=2, device="h100", memory=80 * 10**9)
+    monkeypatch.setattr("autopar.cluster._this_machine", lambda count, nodes: here)
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert ClusterSpec.detect(environment) == here
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    monkeypatch.setattr("torch.distributed.all_gather_object", told)
+    found = ClusterSpec.detect(environment)
+    assert [group.device for group in found.groups] == ["h100", "t4"] and found.nodes == 1

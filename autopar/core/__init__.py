@@ -26,6 +26,8 @@ loss_pieces   whether a last product and its loss run in pieces of rows
 outputs       how outputs leave a program
 precision     the dtypes of mixed precision
 offload       what waits for backward in the host's memory
+found_groups   groups of the devices that ranks find
+stage_borders   what ranks of neighbouring stages send each other where meshes are unlike
 pipeline      how a step is cut into micro-batches and stages
 schedule      which rank computes what, in which order
 timeline      when everything runs, and what is held

@@ -9,8 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autopar.core.graph import Graph, InputKind
+from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind, rank_of_stage
 from autopar.core.timeline import StageCost
 
@@ -26,13 +28,17 @@ def stages_per_rank(schedule: ScheduleKind) -> int:
 class Pipeline:
     """`ranks` groups of devices, each a mesh of its own, hold the stages; `starts[s]` is the number of
     the first operator of stage s. Without stages `ranks` is 1 and `starts` is (0,). Where the schedule's
-    waits are filled with gradients of weights (fill_bubbles.py) `filling` are the stages' planned costs."""
+    waits are filled with gradients of weights (fill_bubbles.py) `filling` are the stages' planned costs.
+    `hosts` says for each rank which group of the world's devices, in their order, holds it; () if each holds
+    the rank of its own number. `meshes` are those of each rank, () if all have the plan's."""
 
     ranks: int = 1
     micro_batches: int = 1
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     starts: tuple[int, ...] = (0,)
     filling: tuple[StageCost, ...] = ()
+    hosts: tuple[int, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -45,6 +51,29 @@ class Pipeline:
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds `stage`."""
         return rank_of_stage(self.schedule, stage, self.ranks)
+
+    def host(self, rank: int) -> int:
+        """The group of the world's devices that holds a pipeline rank."""
+        return self.hosts[rank] if self.hosts else rank
+
+    def rank_on(self, host: int) -> int:
+        """The pipeline rank that a group of the world's devices holds."""
+        return self.hosts.index(host) if self.hosts else host
+
+    def first(self, rank: int, devices: int) -> int:
+        """The first rank of the world in a pipeline rank, of so many devices unless meshes are unlike."""
+        if self.meshes:
+            return sum(mesh.num_devices for mesh in self.meshes[:rank])
+        return self.host(rank) * devices
+
+    def placed(self, world_rank: int, devices: int) -> tuple[int, int]:
+        """The pipeline rank that has a rank of the world, and its place in the mesh there."""
+        if not self.meshes:
+            host, place = divmod(world_rank, devices)
+            return self.rank_on(host), place
+        ends = list(accumulate(mesh.num_devices for mesh in self.meshes))
+        rank = bisect_right(ends, world_rank)
+        return rank, world_rank - self.first(rank, devices)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in order."""

@@ -17,13 +17,14 @@ from dataclasses import replace
 
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, InputError
 from autopar.explaining import constraints
 from autopar.explaining.asked import LEAST_ALTERNATIVES_SECONDS, SHARE_OF_REST, AskedPlan
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, MOST_WAYS, WAYS_OF_SEVERAL_LAYERS, WAYS_SECONDS, Alternatives
 from autopar.explaining.what_if import more_of_groups, read, what_if
+from autopar.planning.group_orders import unlike_blocks
 from autopar.planning.links import link_notes
 from autopar.planning.losses import as_planned
 from autopar.planning.mesh_search import MeshProblem
@@ -144,6 +145,13 @@ def solved_again(
 
 def problem_of(asked: AskedPlan, plan: Plan) -> MeshProblem:
     """The problem that the plan is an answer to, with what is known of operators' seconds by now."""
+    if plan.programs:
+        raise InputError(
+            where="autopar explain",
+            found=f"stages on meshes {plan.mesh_name}",
+            wanted="a plan whose stages have one mesh",
+            remedy="give all stages one mesh, or leave out --mesh",
+        )
     request = replace(asked.request()[0].settled(plan), alternatives=False)
     target, whole = asked.target, asked.cluster
     traced = asked.planner(request).trace_step(target.model, target.args, target.kwargs)
@@ -151,7 +159,9 @@ def problem_of(asked: AskedPlan, plan: Plan) -> MeshProblem:
     with Database.open(asked.options.get("costdb")) as database:
         model = CostModel.of(whole, database)
     cluster, hop = whole.stage(request.pipeline_ranks), model.hop(whole, request.pipeline_ranks)
-    return MeshProblem(graph, plan.mesh, cluster, model, request, plan.memory_cap, hop)
+    blocks = unlike_blocks(whole, request)
+    cap = request.cap(cluster) if blocks else plan.memory_cap
+    return MeshProblem(graph, plan.mesh, cluster, model, request, cap, hop, blocks)
 
 
 def chosen_layers(alternatives: Alternatives, base: Plan, layer: str | None) -> list[LayerChoices]:

@@ -4,9 +4,11 @@ planner           plans the calls of one model: what is traced for the search, a
 search            the passes, from a traced graph to the best plan over all meshes
 first_plans       the plans that people run, made in seconds: the rows beside a plan, and what it must beat
 meshes            which meshes a plan may have
+unlike_meshes     the plan of stages whose meshes are asked for one by one
 shares            rows for unlike devices, by their speeds
 mesh_search       the best step on one mesh
 losses            whether losses run in pieces of rows
+group_orders      which groups of unlike devices hold which stages
 known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches
 screening         what numbers of these, and meshes, would take, told from a few that are solved

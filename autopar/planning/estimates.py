@@ -82,6 +82,7 @@ class MeshEstimate:
     recompute_seconds: float
     lean_bytes: int
     hidden_bytes: int = 0
+    pace: float = 1.0  # of unlike ranks: the part of the slowest one's seconds that stages by speed take
 
     def points(self, kind: ScheduleKind | None, micro_batches: int) -> Iterator[StepEstimate]:
         """Estimates of the step: as it is, with tensors offloaded as far as copies hide, and with all
@@ -104,9 +105,9 @@ class MeshEstimate:
         split = 2 * self.weights if kind in SPLIT_BACKWARD else 0.0
         bubble = others * max(0.0, self.scaled(cost.micro_batch - split, micro_batches)) / several
         slowest = cost.micro_batch / self.ranks if several > 1 else self.slowest
-        busy = micro_batches * max(self.scaled(slowest, micro_batches), hop)
+        busy = micro_batches * max(self.pace * self.scaled(slowest, micro_batches), hop)
         exposed = cost.sync - min(cost.summed, self.scaled(self.hiding, micro_batches))
-        return busy + (exposed + cost.update + bubble) / self.ranks + 2 * others * hop
+        return busy + (exposed + cost.update + self.pace * bubble) / self.ranks + 2 * others * hop
 
     @property
     def work_seconds(self) -> float:

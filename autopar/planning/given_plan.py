@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from autopar.cluster import ClusterSpec
+from autopar.convert.moves import canonical
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
@@ -86,6 +88,47 @@ def _refuse_beside(options: Collection[str]) -> None:
             wanted="a plan, which has decided that, or options by which to plan",
             remedy="leave out one of them",
         )
+
+
+def as_stages_lie(plan: Plan, graph: Graph, micro_batches: int) -> Plan:
+    """The plan of stages on unlike meshes for another graph of the model, whose weights lie as it says.
+
+    Raises InputError for one with operators or outputs of its own, as nothing is planned anew.
+    """
+    meshes = " + ".join(map(str, plan.pipeline.meshes))
+    for program in plan.programs:
+        names = {item.name for item in graph.operators}
+        if not names <= program.strategies.keys() or not {*graph.outputs} <= program.outputs.keys():
+            raise InputError(
+                where="another kind of call of the parallel module",
+                found=f"stages on meshes {meshes}, and other operators or outputs than the step's that was "
+                "planned",
+                wanted="calls that compute the planned loss, as train_step and eval_step do",
+                remedy="use eval_step, or give all stages one mesh",
+            )
+        check_program(program, graph)
+    programs = tuple(_of_values(program, graph) for program in plan.programs)
+    pipeline = replace(plan.pipeline, micro_batches=micro_batches)
+    return replace(plan, program=programs[0], programs=programs, pipeline=pipeline)
+
+
+def _of_values(program: Program, graph: Graph) -> Program:
+    """The program with the conversions of tensors that have no gradient here, for which B is R."""
+    moves = {}
+    for name, path in program.moves.items():
+        if name in graph.specs and not graph.specs[name].requires_grad:
+            plain = [
+                replace(
+                    move,
+                    source=canonical(move.source, differentiable=False),
+                    target=canonical(move.target, differentiable=False),
+                )
+                for move in path
+            ]
+            changes = [move for move in reversed(plain) if move.source != move.target]
+            path = tuple({move.target: move for move in changes}.values())
+        moves[name] = path
+    return replace(program, moves=moves)
 
 
 def check_program(program: Program, graph: Graph) -> None:

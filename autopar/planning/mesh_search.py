@@ -35,6 +35,7 @@ from autopar.errors import AutoparError, InfeasibleError, InputError, SolverErro
 from autopar.planning.apart import margin
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
+from autopar.planning.group_orders import orders_of, pace_of
 from autopar.planning.known_cuts import KnownCuts
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
@@ -69,6 +70,7 @@ MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 UNLIKE = 5e-3  # gap that blocks which are unlike may close
 MIXED = 3  # assignments, beside a step's own, that its operators may follow
 LONG_GRAPH_OPERATORS = 1000  # that are unlike
+MOVABLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # whose stages may lie on any part of the cluster
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 
@@ -83,6 +85,7 @@ class MeshProblem:
     request: Request
     cap: int | None
     hop: Link
+    blocks: tuple[ClusterSpec, ...] = ()  # of each pipeline rank, where devices are unlike
 
     def __post_init__(self) -> None:
         request = self.request
@@ -134,6 +137,7 @@ class MeshProblem:
             early=self.request.overlap and self.request.training and self.request.pipeline_ranks == 1,
             reduce=self.request.reduce_dtype,
             groups=self.groups,
+            ranks=self.blocks,
         )
 
     def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
@@ -162,7 +166,8 @@ class MeshProblem:
         if self.request.training and self.request.recompute is Recompute.AUTO:
             count = self.request.micro_batches
             found = respect(found, micro_batches=count, hop=self.hop, cap=ask.cap)
-        if ask.bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
+        few = len(self.graph.operators) <= MOST_OPERATORS and not self.blocks
+        if ask.bounded and found.cut is not None and few:
             with contextlib.suppress(SolverError):
                 found = dataclasses.replace(found, bound=min(found.seconds, self.least(ask.force, limits)))
         return found
@@ -390,13 +395,45 @@ class MeshProblem:
         return list(found.values())
 
     def even_seconds(self, seconds: float) -> float:
-        """Seconds of a step if all stages of an assignment took the same part of `seconds`, and none
-        waited."""
-        return self.request.micro_batches * seconds / self.request.pipeline_ranks
+        """Seconds of a step if all stages of an assignment were as long, and none waited. `seconds` are those
+        on the slowest devices of all ranks."""
+        return self.pace * self.request.micro_batches * seconds / self.request.pipeline_ranks
+
+    @property
+    def pace(self) -> float:
+        """Part of the slowest devices' seconds that a step takes if each rank does as much as it can: 1 where
+        all are alike."""
+        fastest = self.solved.get(self.ask(self.request.force))
+        if not self.blocks or fastest is None or fastest.seconds <= 0:
+            return 1.0
+        return pace_of(fastest.priced)
+
+    def in_orders(self, solution: Solution, cut: Callable[..., Step], schedules: Sequence[Schedule]) -> Step:
+        """The best step over the orders in which groups of devices may hold stages."""
+        best: Step | None = None
+        failures: list[InfeasibleError] = []
+        own = tuple(range(len(self.blocks)))
+        fixed = self.request.stages_of_uses is not None
+        for hosts in [self.request.hosts or own] if fixed else orders_of(self.blocks):
+            moved = hosts != own
+            kinds = [each for each in schedules if not moved or each.kind in MOVABLE]
+            if not kinds:
+                continue
+            prices = self.prices.in_order([self.blocks[host] for host in hosts])
+            priced = dataclasses.replace(solution, priced=solution.priced.at(prices))
+            try:
+                step = cut(priced, schedules=kinds)
+            except InfeasibleError as error:
+                failures.append(error)
+                continue
+            best = step if best is None or step.seconds < best.seconds else best
+        if best is None:
+            raise min(failures, key=lambda error: (isinstance(error, CutoffError), error.least or 0))
+        return best
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
         """Whether the cap holds a rank's share of all state; without that no cut fits."""
-        return cap is None or solution.peak.state <= cap * self.request.pipeline_ranks
+        return cap is None or solution.peak.state <= cap * self.request.pipeline_ranks + sum(self.prices.room)
 
     def refined(self, step: Step, deadline: float | None = None, others: float = math.inf) -> Step:
         """The step with all that makes it faster where it is, with a closer bound, as far as time goes; no
@@ -411,7 +448,7 @@ class MeshProblem:
             return step
         fastest = self.solve(self.ask(self.request.force), Limits(deadline))
         refinement = Refinement(
-            self.prices,
+            step.solution.priced.prices,
             self.hop,
             self.cap,
             self.request.recompute,
@@ -422,7 +459,7 @@ class MeshProblem:
         )
         fixed = self.request.stages_of_uses is not None or self.places is not None
         few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
-        if few or fixed or self.graph.checkpoints:
+        if few or fixed or self.graph.checkpoints or self.blocks:
             return refinement.refilled(step)
         if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SECONDS_TOLERANCE):
             refinement.others, refinement.scarcity = self.others_than(step, fastest)
@@ -470,8 +507,6 @@ class MeshProblem:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
         cut = partial(
             staged,
-            solution,
-            schedules=schedules,
             hop=self.hop,
             cap=cap,
             relaxed=relaxed,
@@ -483,7 +518,12 @@ class MeshProblem:
             limit=limit,
         )
         asked = cap, solution.bound if relaxed is None else relaxed, schedules, self.places
-        return self.known_cuts.step(solution.program, asked, cut, cutoff=cutoff, limit=limit)
+
+        def best_order() -> Step:
+            return self.in_orders(solution, cut, schedules)
+
+        cuts_once = best_order if self.blocks else partial(cut, solution, schedules=schedules)
+        return self.known_cuts.step(solution.program, asked, cuts_once, cutoff=cutoff, limit=limit)
 
     @property
     def offload(self) -> Offload:

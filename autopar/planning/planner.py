@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.cluster import ClusterSpec
-from autopar.core.deadline import SearchWatch, after, current_watch, left, say, watched
+from autopar.core.deadline import SearchWatch, after, current_watch, is_over, left, say, watched
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.loss_pieces import LossPieces
@@ -46,6 +46,7 @@ from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
 from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish
 from autopar.planning.training_notes import weight_notes
+from autopar.planning.unlike_meshes import find_by_groups, find_unlike
 from autopar.results.plan.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.trace.call.call_signature import LossFunction, flatten_arguments
@@ -127,6 +128,9 @@ class Planner:
     ) -> Plan:
         """Search, with the cost database open."""
         budget = budget or Budget(request.measure_seconds)
+        if request.meshes:
+            with Database.open(self.costdb) as database:
+                return find_unlike(graph, self.cluster, request, SearchMeans(database, deadline=deadline))
         with Database.open(self.costdb) as database:
 
             def decided(graph: Graph, cutoff: float) -> MeshDecision:
@@ -238,8 +242,24 @@ class Planner:
             plan = self.find_again(whole, decision, plain, co_runners, budget, otherwise=otherwise)
         else:
             plan = finish(decision).plan
+        if ranks in (None, len(self.cluster.groups)) and micro_batches is None and not kept:
+            plan = self.or_by_groups(plan, graph_of, parts.size, deadline)
         check_lengths(parts, plan)
         return _noted(plan, note)
+
+    def or_by_groups(
+        self, plan: Plan, graph_of: Callable[[int], Graph], size: int, deadline: float | None
+    ) -> Plan:
+        """The plan, or that of one stage for each group of unlike devices, if it is faster by more than
+        predictions are off."""
+        asked = self.request
+        if asked.mesh or asked.force or asked.pins or not self.cluster.groups or is_over(deadline):
+            return plan
+        counts = [each for each in range(1, size + 1) if size % each == 0]
+        with Database.open(self.costdb) as database:
+            means = SearchMeans(database, deadline=deadline)
+            found = find_by_groups(graph_of, counts, self.cluster, asked, means)
+        return found if found and found.step_seconds * (1 + found.error) < plan.step_seconds else plan
 
     def decided(
         self,
@@ -435,7 +455,8 @@ def check_lengths(parts: Parts, plan: Plan) -> None:
     count = plan.pipeline.micro_batches
     if plan.pipeline.is_staged and parts.size % count:
         longer, shorter = (as_planned(parts.traced(count, place), plan).graph for place in (0, -1))
-        check_plan(plan.program, longer, shorter)
+        for program in plan.all_programs:
+            check_plan(program, longer, shorter)
 
 
 def _more_micro_batches(graph: Graph, request: Request) -> str:

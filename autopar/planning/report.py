@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import effect, sums_gradients
@@ -23,6 +24,7 @@ from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share, scatter_of
 from autopar.planning.asked.request import Request
 from autopar.planning.edge_cuts import edge_notes
+from autopar.planning.group_orders import hosts_of, rank_notes
 from autopar.planning.links import described, link_notes
 from autopar.planning.shares import pace_notes
 from autopar.planning.step_parts import step_parts
@@ -60,7 +62,7 @@ def report(
     layers = []
     for place, item in enumerate(graph.operators):
         strategy: tuple[Option, ...] = program.strategies[item.name]
-        price = prices.operator(item, strategy)
+        price = prices.on_rank(_rank_with(place, step)).operator(item, strategy)
         moves = regathering[place]
         for name in dict.fromkeys(item.operands):
             for move in program.moves.get(name, ()):
@@ -92,6 +94,8 @@ def report(
     measured, between = measured_share(priced), interpolated_share(priced)
     scatter = scatter_of(priced)
     pipeline = pipeline_of(graph, step, request)
+    if (ranks := priced.prices.ranks) and not request.relay:
+        pipeline = replace(pipeline, hosts=hosts_of(ranks, cluster.blocks(len(ranks))))
     return Plan(
         program=program,
         cluster=described(cluster, prices.model.collectives),
@@ -110,7 +114,7 @@ def report(
         communication_seconds=_communication(step, compute, request),
         peak_bytes=step.peak_bytes,
         state_bytes=step.state_bytes,
-        memory_cap=cap,
+        memory_cap=cap if cap is None or step.cut is None else cap + step.cut.rooms[step.cut.fullest],
         measured_share=measured,
         interpolated_share=between,
         scatter=scatter,
@@ -122,7 +126,7 @@ def report(
             if prices.is_gathered(item)
         ),
         alternatives=tuple(alternatives),
-        parameter_bytes=_parameter_bytes(graph, prices.dims, step, priced.values),
+        parameter_bytes=_parameter_bytes(graph, prices.dims, step, priced.values, pipeline),
         notes=(
             *graph.notes,
             *edge_notes(graph, prices.dims.atoms, prices.dims.mesh.num_devices),
@@ -133,6 +137,7 @@ def report(
             *_notes(graph, step, request),
             *link_notes(cluster, prices.model.collectives),
             *pace_notes(priced),
+            *rank_notes(step, request.micro_batches),
         ),
         pipeline=pipeline,
         stages=_stages(graph, step),
@@ -152,9 +157,8 @@ def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
     if request.relay:
         assert request.schedule is not None and request.stages_of_uses is not None
         stages = request.pipeline_ranks * stages_per_rank(request.schedule)
-        return Pipeline(
-            request.pipeline_ranks, 1, request.schedule, kept_starts(graph, request.stages_of_uses, stages)
-        )
+        starts = kept_starts(graph, request.stages_of_uses, stages)
+        return Pipeline(request.pipeline_ranks, 1, request.schedule, starts, hosts=request.hosts)
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(
@@ -264,7 +268,9 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     )
 
 
-def _parameter_bytes(graph: Graph, dims: Dims, step: Step, values: Values) -> tuple[int, ...]:
+def _parameter_bytes(
+    graph: Graph, dims: Dims, step: Step, values: Values, pipeline: Pipeline
+) -> tuple[int, ...]:
     """Bytes of weights on each rank of the world: of all weights, or of those of its stages."""
     mesh, layouts = dims.mesh, step.solution.program.inputs
     found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
@@ -277,15 +283,21 @@ def _parameter_bytes(graph: Graph, dims: Dims, step: Step, values: Values) -> tu
             for place in range(mesh.num_devices)
         ]
         for rank in _ranks_with(values.source(item.name).carriers, step):
-            found[rank] = [one + other for one, other in zip(found[rank], own, strict=True)]
+            host = pipeline.host(rank) if len(found) > 1 else 0
+            found[host] = [one + other for one, other in zip(found[host], own, strict=True)]
     return tuple(itertools.chain.from_iterable(found))
 
 
 def _ranks_with(operators: Sequence[int], step: Step) -> set[int]:
     """The pipeline ranks whose stages have one of the operators."""
+    return {_rank_with(place, step) for place in operators or (0,)}
+
+
+def _rank_with(operator: int, step: Step) -> int:
+    """The pipeline rank whose stage has an operator."""
     if step.cut is None or step.schedule is None:
-        return {0}
-    return {step.schedule.rank_of(bisect.bisect(step.cut.starts, place) - 1) for place in operators or (0,)}
+        return 0
+    return step.schedule.rank_of(bisect.bisect(step.cut.starts, operator) - 1)
 
 
 def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:

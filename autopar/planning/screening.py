@@ -40,6 +40,7 @@ from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.asked.ask import Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.estimates import MeshEstimate, PipelineEstimate, bottleneck, choice_of
+from autopar.planning.group_orders import pace_of, unlike_blocks
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
@@ -311,12 +312,13 @@ class Screen:
             gap=max(self.request.gap, ROUGH),
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
+        blocks = unlike_blocks(self.cluster, replace(request, pipeline_ranks=ranks))
         found: list[ScreenedMesh] = []
         meshes = self.meshes(ranks)
         for mesh in meshes:
             if found and (is_over(self.deadline) or self.is_flat_enough(found[0].screened)):
                 break
-            problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
+            problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop, blocks)
             try:
                 found.append(self.looked_at(problem, ranks, sample, leaner=not is_probe, waits=not found))
                 if is_probe and not self.fits_at_once(found[0].screened):
@@ -446,6 +448,7 @@ class Screen:
             recompute_seconds=recompute,
             lean_bytes=max(0, solution.peak.saved - spared),
             hidden_bytes=hidden,
+            pace=pace_of(priced),
         )
 
     def least_crossing(self, priced: PricedProgram) -> int:

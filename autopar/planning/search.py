@@ -29,6 +29,7 @@ from autopar.planning.apart import MEASURED, SURE, margin, measured_share, noise
 from autopar.planning.asked.ask import NO_MEANS, Limits, SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.first_plans import WholeBatch, first_of, first_on_one_axis
+from autopar.planning.group_orders import unlike_blocks
 from autopar.planning.measured_first import PlanCalls, most_valuable
 from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
 from autopar.planning.meshes import meshes_of
@@ -116,11 +117,11 @@ def decide(
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
     meshes = by_speed(meshes, graph, cluster, model, request)
     hop = model.hop(whole, request.pipeline_ranks)
-    cap = request.cap(cluster)
+    cap, blocks = request.cap(cluster), unlike_blocks(whole, request)
     deadline = after(request.time_limit) if means.deadline is None else means.deadline
 
     def solved() -> _Best:
-        problems = [MeshProblem(graph, mesh, cluster, model, request, cap, hop) for mesh in meshes]
+        problems = [MeshProblem(graph, mesh, cluster, model, request, cap, hop, blocks) for mesh in meshes]
         return _best(problems, deadline, cutoff)
 
     try:

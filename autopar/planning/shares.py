@@ -85,6 +85,13 @@ def pace_notes(priced: PricedProgram) -> tuple[str, ...]:
     if not prices.by_group:
         return ()
     groups, strategies = prices.cluster.groups, priced.program.strategies
+    guessed = [
+        f"{groups[number].name}: nothing of {groups[number].device} is measured, its seconds are estimates"
+        for number, each in prices.by_group.items()
+        if not each.model.measured and not each.model.here
+    ]
+    if prices.ranks:  # whose stages follow their speeds: see `rank_notes`
+        return tuple(guessed)
     seconds = {
         groups[number].name: sum(
             each.plain(item, strategies[item.name]).compute for item in priced.graph.operators
@@ -93,11 +100,6 @@ def pace_notes(priced: PricedProgram) -> tuple[str, ...]:
     }
     slowest = max(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {show_seconds(each)}" for name, each in seconds.items())
-    guessed = [
-        f"{groups[number].name}: nothing of {groups[number].device} is measured, its seconds are estimates"
-        for number, each in prices.by_group.items()
-        if not each.model.measured and not each.model.here
-    ]
     return (f"{slowest} {PACE}: of a micro-batch compute on a device {told}", *guessed)
 
 

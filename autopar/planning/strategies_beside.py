@@ -118,7 +118,8 @@ def _alone(
 
 def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
     """The row of a strategy that has a step."""
-    fits = problem.cap is None or step.peak_bytes <= problem.cap
+    room = step.cut.rooms[step.cut.fullest] if step.cut else 0
+    fits = problem.cap is None or step.peak_bytes <= problem.cap + room
     pipeline = pipeline_of(problem.graph, step, problem.request)
     return Alternative(
         name,

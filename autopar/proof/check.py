@@ -149,7 +149,7 @@ class Report:
             "rounding_error": self.verdict.rounding,
             "status": self.plan.status,
             "cluster": self.plan.cluster,
-            "mesh": str(self.plan.mesh),
+            "mesh": self.plan.mesh_name,
             "updates": self.rule or None,
         }
 
@@ -170,7 +170,7 @@ class Report:
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
         alike = " that is cut alike" if self.changes else f" by {self.rule}" if self.rule else ""
         lines.append(
-            f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
+            f"mesh {self.plan.mesh_name}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
         )
         if self.low is not None:
@@ -300,7 +300,8 @@ def _check_pipeline(
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
-        check_plan(plan.program, traced.graph, shorter.graph)
+        for program in plan.all_programs:
+            check_plan(program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
     model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))
@@ -311,7 +312,7 @@ def _check_pipeline(
         ours, disagreement = train_on_processes(replace(job, rule=rule))
     else:
         shorter_graph = raise_graph(shorter.graph)[0] if shorter else None
-        split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
+        split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph, plan.programs)
         with float64_by_default():
             ours = simulate_pipeline(
                 model, batch, traced.arguments.paths, split_graph, steps=steps, stale=rule is not None

@@ -309,7 +309,7 @@ def _pipeline_losses(
     """Losses of a plan with stages or micro-batches."""
     graph, shorter = with_masks_by_dims(graphs.first.graph), graphs.shorter
     shorter_graph = with_masks_by_dims(shorter.graph) if shorter else None
-    split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph)
+    split_graph = PipelinedGraph(graph, plan.program, plan.pipeline, shorter_graph, plan.programs)
     paths = graphs.first.arguments.paths
     record = simulate_pipeline(copy_model(model), batch, paths, split_graph, steps=steps, lift=_fresh)
     return torch.stack([loss.detach().double() for loss in record.loss.values()])

@@ -10,6 +10,7 @@ recompute               parts that are recomputed in backward, as modules
 defer_sync              gradient sums and gathers, once a step
 torch_bindings          calls of torch's own bindings, in the code that runs
 split_stages            the programs of pipeline stages
+stage_borders           messages between stages whose meshes are unlike
 unequal_micro_batches   a plan for micro-batches that are a sample shorter
 samples                 the samples that each rank loads
 render                  the program as Python that a person would sign

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +24,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.split_stages import StageProgram, split
+from autopar.rewrite.stage_borders import unlike_stages
 from autopar.runtime.collectives.placement_moves import DTYPES
 from autopar.runtime.executable import Executable, InputPart, OutputPart, StagedExecutable
 from autopar.runtime.parameters.parameters import sharding_key
@@ -77,12 +79,18 @@ def build_stages(
 ) -> StagedExecutable:
     """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
     graph, pipeline = traced.graph, plan.pipeline
-    mine, place = divmod(rank, plan.mesh.num_devices)
+    mine, place = pipeline.placed(rank, plan.mesh.num_devices)
+    if plan.programs:
+        made = unlike_stages(graph, plan, mine, place, device=device, exact_random=exact_random)
+        plan = replace(plan, program=plan.program_of(mine))
+        whole, cut, borders = made.whole, made.stages, made.borders
+    else:
+        dims = dims_of(graph, plan.mesh)
+        whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
+        cut, borders = split(whole, graph, pipeline.starts), None
     dims = dims_of(graph, plan.mesh)
-    whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
-    cut = split(whole, graph, pipeline.starts)
     stages = tuple(
-        _stage(traced, plan, dims, place, whole, cut[index], stage=index)
+        replace(_stage(traced, plan, dims, place, whole, cut[index], stage=index), borders=borders)
         for index in pipeline.stages_of(mine)
     )
     users: dict[str, tuple[int, ...]] = {

@@ -43,6 +43,7 @@ class RankProgram:
     emitter: GraphEmitter
     layers: dict[str, str]
     steps: dict[str, int]
+    named: dict[str, tuple[tuple[str, Layout], ...]]  # what of the graph's values a node is, and how laid
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -67,7 +68,10 @@ def rewrite(
     """Write the program of `rank`; raises CheckError where a local shape is not what the layout says."""
     writer = _RankWriter(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
     writer.write()
-    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers, writer.steps)
+    named: dict[str, tuple[tuple[str, Layout], ...]] = {}
+    for key, node in writer.values.items():
+        named[node.name] = (*named.get(node.name, ()), key)
+    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers, writer.steps, named)
 
 
 class _RankWriter:

@@ -55,6 +55,20 @@ def split(program: RankProgram, graph: Graph, starts: Sequence[int]) -> tuple[St
     return _Splitter(program, graph, starts).split()
 
 
+def crossing(program: RankProgram, graph: Graph, starts: Sequence[int], cut: int) -> list[fx.Node]:
+    """The nodes of a rank's program that cross the cut after stage `cut`, in the order in which they are
+    made."""
+    return _Splitter(program, graph, starts).crossing(cut)
+
+
+def one_stage(
+    program: RankProgram, graph: Graph, starts: Sequence[int], stage: int, sent: Sequence[fx.Node]
+) -> StageProgram:
+    """The program of one stage, which sends these nodes to the next: what that receives of them may be laid
+    otherwise there."""
+    return _Splitter(program, graph, starts).stage(stage, sent)
+
+
 class _Splitter:
     def __init__(self, program: RankProgram, graph: Graph, starts: Sequence[int]) -> None:
         self.program, self.graph, self.starts = program, graph, tuple(starts)
@@ -146,10 +160,10 @@ class _Splitter:
     def split(self) -> tuple[StageProgram, ...]:
         return tuple(self.stage(index) for index in range(len(self.starts)))
 
-    def stage(self, index: int) -> StageProgram:
+    def stage(self, index: int, sends: Sequence[fx.Node] | None = None) -> StageProgram:
         final = len(self.starts) - 1
         received = self.crossing(index - 1) if index else []
-        sent = self.crossing(index) if index < final else []
+        sent = self.crossing(index) if index < final and sends is None else list(sends or ())
         outputs = self.outputs if index == final else []
         writes = {buffer: value for buffer, (value, stage) in self.writes.items() if stage == index}
         body = self.body(index, [*outputs, *writes.values()])

@@ -16,6 +16,7 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
+from autopar.core.stage_borders import StageBorders
 from autopar.core.structure import Structure
 from autopar.results.plan.plan import Plan
 
@@ -68,6 +69,7 @@ class PinnedLayouts:
     users: Mapping[str, Layout]
     stages_of_uses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pipeline: Pipeline = Pipeline()
+    plan: Plan | None = None  # with stages on unlike meshes, whose later programs follow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Executable:
     stage: int = 0
     received: tuple[TensorSpec, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
+    borders: StageBorders | None = None  # with stages on unlike meshes; else a rank sends to one of its place
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,12 @@ def _shuffled(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def prove_pipeline(
-    model: Model, program: Program, dims: Dims, pipeline: Pipeline, batch: Sequence[MicroBatch]
+    model: Model,
+    program: Program,
+    dims: Dims,
+    pipeline: Pipeline,
+    batch: Sequence[MicroBatch],
+    programs: Sequence[Program] = (),
 ) -> tuple[float, str]:
     """The largest relative error of losses, gradients, parameters and buffers, and where it is."""
     graph = model.graph
@@ -86,7 +91,11 @@ def prove_pipeline(
     steps = 1 if steep else STEPS  # rounding would grow as the weights do
     theirs = theirs if steep else accumulate(model, batch, steps=steps)
     ours = simulate_pipeline(
-        holder(model), batch, paths, PipelinedGraph(graph, program, pipeline), steps=steps
+        holder(model),
+        batch,
+        paths,
+        PipelinedGraph(graph, program, pipeline, programs=programs),
+        steps=steps,
     )
     return max(_errors(ours, theirs))
 

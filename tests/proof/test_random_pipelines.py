@@ -66,6 +66,26 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
     return met
 
 
+def prove_unlike_stages(seeds: range) -> int:
+    """Draw and prove pipelines each of whose stages has a mesh and a program of its own; how many messages'
+    layouts differed."""
+    crossed = 0
+    for number in seeds:
+        random = Random(number)
+        model = draw_trained(random)
+        pipeline = draw_pipeline(random, model)
+        meshes = [random.choice(MESHES) for _ in pipeline.starts]
+        drawn = [dims_of(model, mesh) for mesh in meshes]
+        programs = [draw_program(random, model.graph, dims, whole_outputs=True) for dims in drawn]
+        batch = draw_batch(random, model, pipeline.micro_batches)
+        error, where = prove_pipeline(model, programs[0], drawn[0], pipeline, batch, programs)
+        limit = limit_of(error, lambda: magnified(model, batch))  # noqa: B023
+        told = f"{where}: {error:.3g} of example {number} on {meshes}, {pipeline.starts}"
+        assert error < limit, f"{told}\n{model}"
+        crossed += len(set(meshes)) > 1
+    return crossed
+
+
 @pytest.mark.slow
 def test_random_pipelines_equal_serial_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     met = prove_random_pipelines(60, repeat=True)
@@ -73,6 +93,15 @@ def test_random_pipelines_equal_serial_accumulation(capsys: pytest.CaptureFixtur
         print(f"\n{met}")
     assert met.examples >= 60
     assert met.traps.keys() == set(TRAPS), "every trap is met"
+
+
+def test_stages_on_unlike_meshes_equal_serial_accumulation() -> None:
+    assert prove_unlike_stages(range(6)) > 1
+
+
+@pytest.mark.long
+def test_many_stages_on_unlike_meshes_equal_serial_accumulation() -> None:
+    assert prove_unlike_stages(range(6, 1000)) > 400
 
 
 @pytest.mark.long

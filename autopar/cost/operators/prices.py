@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from autopar.cluster import ClusterSpec
 from autopar.core.costs import OperatorCost
 from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec
@@ -74,6 +75,7 @@ class Prices(TensorPrices):
     _held: dict[tuple[str, Strategy], PartBytes] = field(default_factory=dict)
     _credited: dict[object, Price] = field(default_factory=dict)  # under the multipliers
     _group_prices: GroupPrices | None = None
+    _parts: dict[ClusterSpec, Prices] = field(default_factory=dict)  # on parts of an unlike cluster
     by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
 
     def __post_init__(self) -> None:
@@ -105,7 +107,32 @@ class Prices(TensorPrices):
             _credited={},
             _moves={},
             _networks={},
+            _parts={},
         )
+
+    def in_order(self, ranks: Sequence[ClusterSpec]) -> Prices:
+        """The prices of pipeline ranks on these parts of the cluster."""
+        return replace(self, ranks=tuple(ranks), _known=self.known)
+
+    def on_rank(self, rank: int) -> Prices:
+        """The prices on the devices of one pipeline rank; these, where all are alike."""
+        part = self.ranks[rank] if self.ranks else self.cluster
+        if part == self.cluster:
+            return self
+        if part not in self._parts:
+            numbers = {number for groups in part.places for number in groups}
+            alone = next(iter(numbers)) if len(numbers) == 1 else None
+            self._parts[part] = replace(
+                self,
+                cluster=part if alone is None else part.of_group(alone),
+                model=self.model if alone is None else self.model.of_group(alone),
+                ranks=(),
+                _known=None,
+                _group_prices=None,
+                _parts={},
+                **_no_prices(),
+            )
+        return self._parts[part]
 
     def _by_group(self) -> dict[int, Prices]:
         """The prices on the ranks that may be of each group, as if all devices were like its."""
@@ -115,23 +142,17 @@ class Prices(TensorPrices):
             shares = tuple(mesh.shares_of(axis)[index] for axis, index in enumerate(place))
             for number in groups:
                 coordinates.setdefault(number, {}).setdefault(shares, []).append(place)
-        own: dict[str, Any] = {
-            "_own": {},
-            "_held": {},
-            "_credited": {},
-            "_bytes": {},
-            "_moves": {},
-            "_networks": {},
-        }
         return {
             number: replace(
                 self,
                 dims=self.dims.seen_by([each[end] for each in places.values() for end in (0, -1)]),
                 cluster=self.cluster.of_group(number),
                 model=self.model.of_group(number),
+                ranks=(),
                 _known=None,
                 _group_prices=None,
-                **own,
+                _parts={},
+                **_no_prices(),
             )
             for number, places in coordinates.items()
         }
@@ -380,6 +401,11 @@ class Prices(TensorPrices):
         """The cost of a mask that autopar draws: what filling its memory takes."""
         seconds = self.device.launch_seconds + 4 * math.prod(item.args[0]) / self.device.bandwidth * 4
         return OperatorCost(seconds, 0.0, measured=False)
+
+
+def _no_prices() -> dict[str, Any]:
+    """Empty memories of prices, for other devices."""
+    return {"_own": {}, "_held": {}, "_credited": {}, "_bytes": {}, "_moves": {}, "_networks": {}}
 
 
 def _factor(option: Option) -> str:

@@ -45,6 +45,7 @@ PARAMETER_LAUNCHES = {False: 10, True: 46}
 LOOP_PASSES = {0: 3, 1: 8, 2: 19}
 
 
+UNCAPPED = 1 << 60  # bytes: more than a device has
 MOST_SIZES = 256  # lists of layouts that are remembered
 
 
@@ -83,6 +84,7 @@ class TensorPrices:
     late_shown: float = 1.0  # of exchanges of activations' gradients
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     groups: FusedGroups | None = None  # of a compiled program
+    ranks: tuple[ClusterSpec, ...] = ()  # of each pipeline rank the part that holds it, where they are unlike
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _known: PriceCache | None = None
@@ -111,6 +113,13 @@ class TensorPrices:
     @property
     def device(self) -> DeviceModel:
         return self.model.device
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Bytes that the devices of each pipeline rank have beside those of the smallest."""
+        memories = [math.inf if part.memory is None else part.memory for part in self.ranks]
+        least = min(memories, default=0)
+        return tuple(0 if memory == least else int(min(memory - least, UNCAPPED)) for memory in memories)
 
     @property
     def overlap(self) -> float:

@@ -11,7 +11,7 @@ u_(i-1): a rectangle of the table (rectangles.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -53,7 +53,8 @@ class Intervals:
     need `summing` bytes. What differs where backward is split `halves` say. `calling` is what each forward
     and backward takes beside its operators, `splitting` what a micro-batch takes more where a schedule
     splits its backward in two. Of `sync` the `summed` seconds hide behind the part `overlap` of a stage's
-    last backward.
+    last backward. Where pipeline ranks are unlike, `of_ranks` has the tables of each, and `room` the bytes
+    that its devices have beside the cap, which is that of the smallest.
     """
 
     places: tuple[int, ...]
@@ -79,6 +80,13 @@ class Intervals:
     summed: Table | float = 0.0
     overlap: float = 0.0
     beside: float = 0.0
+    of_ranks: tuple[Intervals, ...] = ()
+    room: tuple[int, ...] = ()
+    hops: tuple[tuple[Row, Row], ...] = ()  # of each border of unlike meshes what `send`, `send_back` are
+
+    def on_rank(self, rank: int) -> Intervals:
+        """The tables of a pipeline rank."""
+        return self.of_ranks[rank] if self.of_ranks else self
 
     def scheduled(self, kind: ScheduleKind) -> Intervals:
         """The stages as a schedule runs them. If it splits backward, torch looks for where gradients of
@@ -101,6 +109,7 @@ class Intervals:
             calling=0.0,
             splitting=0.0,
             summed=0.0,
+            of_ranks=tuple(each.scheduled(kind) for each in self.of_ranks),
         )
 
     @property
@@ -146,6 +155,26 @@ def intervals(
     `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages. A stage moves
     to the host what hides in it of what the program moves, or all if that is of the stages from `starts` on.
     """
+    made: dict[int, Intervals] = {}  # ranks of one kind have one table
+    of_ranks = [priced.prices.on_rank(rank) for rank in range(len(priced.prices.ranks))]
+    for prices in of_ranks:
+        if id(prices) not in made:
+            made[id(prices)] = _intervals(priced.at(prices), hop, places=places, starts=starts)
+    return replace(
+        made.get(id(priced.prices)) or _intervals(priced, hop, places=places, starts=starts),
+        of_ranks=tuple(made[id(prices)] for prices in of_ranks),
+        room=priced.prices.room,
+    )
+
+
+def _intervals(
+    priced: PricedProgram,
+    hop: LinkLike,
+    *,
+    places: Sequence[int],
+    starts: Sequence[int] | None,
+) -> Intervals:
+    """The tables on one kind of devices."""
     prices = priced.prices
     sums = _Seconds(priced, places)
     state, sync, update, gradients, largest, buckets, others, summed = _weights(priced, hop, places)
@@ -199,6 +228,14 @@ def intervals(
         overlap=prices.overlap,
         beside=float(priced.graph.beside),
     )
+
+
+def crossing_row(values: Iterable[Value], places: Sequence[int], amount: Callable[[Value], float]) -> Row:
+    """The sum, at each cut, of an amount of all the values that cross it."""
+    row = _Crossing(places)
+    for value in values:
+        row.add(value, amount(value))
+    return row.total()
 
 
 def _host_seconds(prices: Prices) -> float:

@@ -36,8 +36,13 @@ def as_said(value: Any) -> Any:
     return value
 
 
-def read_mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | None:
-    """Read a mesh: one that is made, its lengths, or a text such as 2x2."""
+def read_mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | tuple[Mesh, ...] | None:
+    """Read a mesh: one that is made, its lengths, or a text such as 2x2; of 1+3, stages with meshes of their
+    own, all with as many axes."""
+    if isinstance(mesh, str) and "+" in mesh:
+        meshes = [Mesh.parse(text) for text in mesh.split("+")]
+        most = max(len(each.shape) for each in meshes)
+        return tuple(with_axes(each, most) for each in meshes)
     if isinstance(mesh, str):
         return Mesh.parse(mesh)
     if mesh is None or isinstance(mesh, Mesh):
@@ -47,6 +52,12 @@ def read_mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | None:
     except ValueError:  # of a number that Python doesn't write
         text = "x".join(map(show_value, mesh))
     return Mesh.parse(text)
+
+
+def with_axes(mesh: Mesh, count: int) -> Mesh:
+    """The mesh with so many axes, by major ones of one device."""
+    more = count - len(mesh.shape)
+    return Mesh((1,) * more + mesh.shape, ((),) * more + mesh.shares if mesh.shares else ())
 
 
 def read_force(force: Any) -> Force | Pins | None:

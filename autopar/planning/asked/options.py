@@ -217,8 +217,8 @@ class PlacementOptions(TypedDict, total=False):
             types=(Mesh, tuple, list),
             example='"2x2"',
             read=read_mesh,
-            help="One mesh instead of all that fit.",
-            more="It leaves as many stages as it goes into the devices, unless their number is given.",
+            help="One mesh instead of all that fit; 1+3 for two stages with meshes of their own.",
+            more="One mesh leaves as many stages as it goes into the devices, unless their number is given.",
         ),
     ]
     force: Annotated[

@@ -84,6 +84,8 @@ class Request:
     compile: bool = False  # programs
     overlap: bool = False  # gathers of weights and compute
     imbalance: float | None = None  # rows of the fullest rank of experts, in even shares, as the user says
+    hosts: tuple[int, ...] = ()  # of pipeline ranks whose stages lie already, as in `Pipeline`
+    meshes: tuple[Mesh, ...] = ()  # of the stages, where each has its own
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -105,7 +107,8 @@ class Request:
         pipeline = plan.pipeline
         return replace(
             self,
-            mesh=plan.mesh,
+            mesh=None if pipeline.meshes else plan.mesh,
+            meshes=pipeline.meshes,
             pipeline_ranks=pipeline.ranks,
             micro_batches=pipeline.micro_batches,
             schedule=pipeline.schedule,
@@ -155,9 +158,13 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     check_cluster(cluster)
     values = options.read()
     _check_dtype(values["dtype"], cluster)
-    force = values["force"]
+    force, meshes = values["force"], values["mesh"]
+    own = meshes if isinstance(meshes, tuple) else ()
+    if own:
+        values = {**values, "mesh": None, "stages": _stages_of(own, values)}
     request = Request(
         mesh=values["mesh"],
+        meshes=own,
         force=None if isinstance(force, Mapping) else force,
         pins=force if isinstance(force, Mapping) else None,
         memory=values["memory"],
@@ -192,7 +199,8 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     kind = request.schedule
     if ranks != 1 and kind is not None:
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
-    cluster.stage(ranks)
+    if not own:
+        cluster.stage(ranks)
     return replace(request, pipeline_ranks=ranks, micro_batches=count), None
 
 
@@ -285,6 +293,19 @@ def _numbers(
             remedy="leave out --stages or --force pipeline",
         )
     return cluster.num_devices if pure else ranks, count
+
+
+def _stages_of(meshes: tuple[Mesh, ...], values: Mapping[str, Any]) -> int:
+    """The number of stages whose meshes are given; raises InputError beside another number, or without
+    micro-batches."""
+    if values["stages"] not in (None, len(meshes)) or values["micro_batches"] is None:
+        raise InputError(
+            where="--mesh " + "+".join(map(str, meshes)),
+            found=f"{values['stages'] or 'auto'} stages, {values['micro_batches'] or 'auto'} micro-batches",
+            wanted=f"{len(meshes)} stages, of which each has its mesh, and a number of micro-batches",
+            remedy=f"write --stages {len(meshes)} --micro-batches {4 * len(meshes)}",
+        )
+    return len(meshes)
 
 
 def _check_mesh(mesh: Mesh, cluster: ClusterSpec, ranks: int) -> None:

@@ -34,6 +34,13 @@ def check_stale(rule: UpdateRule | None, request: Request, cluster: ClusterSpec,
         )
     if request.schedule is not _KIND:
         raise _other_schedule(rule, "auto" if request.schedule is None else request.schedule.value)
+    if request.meshes or len({group.num_devices for group in cluster.groups}) > 1:
+        raise InputError(
+            where=f"updates={rule}",
+            found="stages that may have meshes of their own",
+            wanted="one mesh for all stages, between which batches go on over a step's border",
+            remedy="name one --mesh, on groups of as many devices",
+        )
     if islands not in (None, 1):
         raise InputError(
             where=f"updates={rule}",

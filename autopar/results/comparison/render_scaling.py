@@ -47,7 +47,7 @@ def _placed(plan: Plan) -> str:
     pipeline = plan.pipeline
     if not pipeline.is_staged:
         return f"mesh {plan.mesh}"
-    return f"{pipeline.ranks} stages of mesh {plan.mesh}, {pipeline.micro_batches} micro-batches"
+    return f"{pipeline.ranks} stages of mesh {plan.mesh_name}, {pipeline.micro_batches} micro-batches"
 
 
 def _advice(found: Scaling) -> list[str]:

@@ -168,7 +168,7 @@ def _set(plan: Plan) -> tuple[str, ...]:
     gathered = sorted(f"{name} ({when.value})" for name, when in program.gatherings.items())
     return (
         plan.cluster,
-        str(plan.mesh),
+        plan.mesh_name,
         "none" if plan.memory_cap is None else f"{show_bytes(plan.memory_cap)} ({plan.memory_cap} bytes)",
         str(pipeline.ranks),
         begins or "the whole is one stage",

@@ -38,7 +38,7 @@ class Outcome:
             gap=plan.gap,
             peak_bytes=plan.peak_bytes,
             parts=plan.parts,
-            mesh=str(plan.mesh),
+            mesh=plan.mesh_name,
             pipeline=_pipeline(plan),
             measured_share=plan.measured_share,
         )

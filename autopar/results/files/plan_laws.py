@@ -17,6 +17,7 @@ from autopar.core.schedule import check_schedule
 from autopar.errors import InputError, show_value
 
 if TYPE_CHECKING:
+    from autopar.core.program import Program
     from autopar.results.plan.plan import Plan
 
 LEAST_QUANTITY = -1e-6  # differences of seconds that are 0 in truth may lie a little below
@@ -53,19 +54,33 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _axes(plan: Plan) -> Iterator[str]:
     """Layouts, strategies and layers with more or fewer places than the mesh has axes."""
-    program, axes = plan.program, len(plan.mesh.shape)
+    for number, program in enumerate(plan.programs):
+        yield from _lengths(f"programs[{number}]", program, len(plan.mesh.shape))
+    yield from _lengths("program", plan.program, len(plan.mesh.shape))
+    axes = len(plan.mesh.shape)
     places: dict[str, tuple[Any, ...]] = {
-        **{f"program.inputs[{show_value(name)}]": layout for name, layout in program.inputs.items()},
-        **{f"program.outputs[{show_value(name)}]": layout for name, layout in program.outputs.items()},
-        **{f"program.strategies[{show_value(name)}]": item for name, item in program.strategies.items()},
         **{f"layers[{index}].strategy": layer.strategy for index, layer in enumerate(plan.layers)},
         **{f"layers[{index}].kinds": layer.kinds for index, layer in enumerate(plan.layers)},
         **{f"offloaded[{index}].layout": item.layout for index, item in enumerate(plan.offloaded)},
     }
+    yield from _unlike(places, axes)
+
+
+def _lengths(where: str, program: Program, axes: int) -> Iterator[str]:
+    """Layouts and strategies of a program with more or fewer places than its mesh has axes."""
+    places: dict[str, tuple[Any, ...]] = {
+        **{f"{where}.inputs[{show_value(name)}]": layout for name, layout in program.inputs.items()},
+        **{f"{where}.outputs[{show_value(name)}]": layout for name, layout in program.outputs.items()},
+        **{f"{where}.strategies[{show_value(name)}]": item for name, item in program.strategies.items()},
+    }
     for name, moves in program.moves.items():
         for index, move in enumerate(moves):
-            places[f"program.moves[{show_value(name)}][{index}]"] = move.source
-            places[f"program.moves[{show_value(name)}][{index}].target"] = move.target
+            places[f"{where}.moves[{show_value(name)}][{index}]"] = move.source
+            places[f"{where}.moves[{show_value(name)}][{index}].target"] = move.target
+    yield from _unlike(places, axes)
+
+
+def _unlike(places: Mapping[str, tuple[Any, ...]], axes: int) -> Iterator[str]:
     yield from (
         f"{len(place)} for a mesh of {axes} axes @ result.{path}"
         for path, place in places.items()
@@ -111,6 +126,12 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"starts {show_value(pipeline.starts)}, which don't ascend from 0 @ result.pipeline"
     if not pipeline.is_staged:
         return
+    meshes = tuple(program.mesh for program in plan.programs)
+    if meshes != pipeline.meshes or len(meshes) not in (0, pipeline.ranks):
+        told = f"{len(plan.programs)} programs, {len(pipeline.meshes)} meshes"
+        yield f"{told} of {show_value(pipeline.ranks)} ranks @ result.pipeline"
+    if sorted(pipeline.hosts) not in ([], list(range(pipeline.ranks))):
+        yield f"hosts {show_value(pipeline.hosts)} of {show_value(pipeline.ranks)} ranks @ result.pipeline"
     if stages % pipeline.ranks or not {len(plan.stages), len(plan.stage_costs)} <= {stages}:
         told = f"{len(plan.stages)} of them told, {len(plan.stage_costs)} with costs"
         yield f"{stages} stages on {show_value(pipeline.ranks)} ranks, {told} @ result.pipeline"

@@ -141,6 +141,7 @@ class Plan:
     moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
     frontier: Frontier | None = None  # what less memory would cost, where that was asked for
     scope: str = ""  # of which plans the gap speaks, if not of all with these stages and micro-batches
+    programs: tuple[Program, ...] = ()  # of each pipeline rank, where their meshes are unlike
     subject: PlanSubject | None = None  # the model and batch, of a plan that was asked for by itself
 
     @property
@@ -151,6 +152,24 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         return self.program.mesh
+
+    @property
+    def mesh_name(self) -> str:
+        """The mesh of every stage, or those of all joined by +."""
+        return " + ".join(map(str, self.pipeline.meshes or (self.mesh,)))
+
+    def axis_size(self, axis: int) -> str:
+        """Devices of an axis, for each stage where meshes are unlike."""
+        return " + ".join(str(mesh.shape[axis]) for mesh in self.pipeline.meshes or (self.mesh,))
+
+    @property
+    def all_programs(self) -> tuple[Program, ...]:
+        """The programs that ranks run: one, or that of each stage."""
+        return self.programs or (self.program,)
+
+    def program_of(self, rank: int) -> Program:
+        """The program whose stages a pipeline rank runs."""
+        return self.programs[rank] if self.programs else self.program
 
     @property
     def shared_evenly(self) -> float | None:
@@ -187,7 +206,7 @@ class Plan:
             "shared_evenly": self.shared_evenly,
             "subject": str(self.subject) if self.subject else None,
             "cluster": self.cluster,
-            "mesh": str(self.mesh),
+            "mesh": self.mesh_name,
             "step_seconds": self.step_seconds,
             "parts": self.parts.as_dict(),
             "compute_seconds": self.compute_seconds,

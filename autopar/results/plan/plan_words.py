@@ -96,7 +96,7 @@ def legend(layers: Iterable[AxisSplit]) -> list[tuple[str, str]]:
     return [*found, ("along", ", ".join(along))] if along else found
 
 
-def axis_heading(name: str, size: int) -> str:
+def axis_heading(name: str, size: int | str) -> str:
     """The heading of a mesh axis."""
     return f"axis {name} ({size})"
 

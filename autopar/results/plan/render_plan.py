@@ -61,12 +61,12 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
     part = f"; lines are for one of {count} micro-batches" if count > 1 else ""
     if plan.subject is not None:
         yield str(plan.subject)
-    yield f"Plan for {plan.cluster}; mesh {plan.mesh}{part}"
+    yield f"Plan for {plan.cluster}; mesh {plan.mesh_name}{part}"
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
     table.add_column("operator", no_wrap=True)
     for axis in plan.mesh.axes:
-        table.add_column(axis_heading(plan.mesh.name(axis), plan.mesh.shape[axis]))
+        table.add_column(axis_heading(plan.mesh.name(axis), plan.axis_size(axis)))
     for heading in ("compute", "communication", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
     heavy = heavy_layers(plan)

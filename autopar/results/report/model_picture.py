@@ -103,7 +103,7 @@ def _bar(line: Line, plan: Plan, units: float) -> Bar:
             f"kind-{kind or WHOLE}",
             0,
             length,
-            f"{axis_heading(plan.mesh.name(axis), plan.mesh.shape[axis])}: {split}, {own.text}",
+            f"{axis_heading(plan.mesh.name(axis), plan.axis_size(axis))}: {split}, {own.text}",
             axis / bands,
             1 / bands,
         )
@@ -117,7 +117,7 @@ def _bar(line: Line, plan: Plan, units: float) -> Bar:
 
 
 def _table(lines: Sequence[Line], plan: Plan) -> FigureTable:
-    axes = [axis_heading(plan.mesh.name(axis), size) for axis, size in enumerate(plan.mesh.shape)]
+    axes = [axis_heading(plan.mesh.name(axis), plan.axis_size(axis)) for axis in plan.mesh.axes]
     rows = tuple(_cells(line, len(axes)) for line in lines[:MOST_ROWS])
     rest = f"{len(lines) - MOST_ROWS} more lines are left out." if len(lines) > MOST_ROWS else ""
     return FigureTable(
@@ -145,10 +145,10 @@ def axes_table(plan: Plan) -> FigureTable:
     """Table of axes: operators by their split, and conversions of tensors."""
     moves = Counter(axis for path in plan.program.moves.values() for move in path for axis in move.axes)
     rows: list[tuple[Cell, ...]] = []
-    for axis, size in enumerate(plan.mesh.shape):
+    for axis in plan.mesh.axes:
         kinds = Counter(layer.kinds[axis] or WHOLE for layer in plan.layers)
         split = ", ".join(f"{kinds[kind]} {kind}" for kind in (*KINDS, WHOLE) if kinds[kind])
-        rows.append((plan.mesh.name(axis), str(size), split, str(moves[axis])))
+        rows.append((plan.mesh.name(axis), plan.axis_size(axis), split, str(moves[axis])))
     return FigureTable(
         ("axis", "devices", "operators by how it splits them", "conversions of tensors"), tuple(rows)
     )

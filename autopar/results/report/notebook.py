@@ -18,5 +18,5 @@ def plan_html(plan: Plan) -> str:
         f"<td style='text-align:left'>{escape(meaning)}</td></tr>"
         for heading, found, meaning in key_figures(plan)
     )
-    title = f"Plan for {escape(plan.cluster)}; mesh {escape(str(plan.mesh))}"
+    title = f"Plan for {escape(plan.cluster)}; mesh {escape(plan.mesh_name)}"
     return f"<table><caption style='text-align:left'>{title}</caption>{lines}</table>"

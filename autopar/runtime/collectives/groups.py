@@ -16,10 +16,12 @@ nothing here keeps them alive.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,6 +35,7 @@ from autopar.runtime.collectives.local_sockets import Wires, connect
 
 _groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
 _listed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]] = WeakKeyDictionary()
+_blocks: WeakKeyDictionary[ProcessGroup, tuple[tuple[Mesh, int], ...]] = WeakKeyDictionary()
 _wires: WeakKeyDictionary[ProcessGroup, Wires | None] = WeakKeyDictionary()
 _viewpoint: ContextVar[int | None] = ContextVar("rank", default=None)
 
@@ -61,18 +64,73 @@ def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta, copies: int = 
             raise InputError(
                 where="groups.setup", found=key, wanted=f"keys of mesh {mesh}", remedy="use Mesh.key"
             )
-        known[key] = _create(key, world, timeout)
+        known[key] = _mine(_create(key, world, timeout))
 
 
-def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup:
-    """Every rank creates every group of the key, in the same order: new_group is collective."""
-    mine = world
-    for ranks in sorted({_ranks(key, rank) for rank in range(dist.get_world_size())}):
+def _mine(group: ProcessGroup | None) -> ProcessGroup:
+    assert group is not None
+    return group
+
+
+def setup_unlike(meshes: Sequence[Mesh], *, timeout: timedelta) -> None:
+    """Create all process groups of meshes that follow each other in the world; every rank calls this."""
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() != sum(mesh.num_devices for mesh in meshes):
+        raise InputError(
+            where=f"meshes {' + '.join(map(str, meshes))}",
+            found="no process group" if world is None else f"{dist.get_world_size()} ranks",
+            wanted=f"a world of {sum(mesh.num_devices for mesh in meshes)} ranks",
+            remedy="start one process for each device, e.g. with torchrun, and initialise torch.distributed",
+        )
+    first, blocks = 0, list[tuple[Mesh, int]]()
+    for mesh in meshes:
+        blocks.append((mesh.even, first))
+        first += mesh.num_devices
+    _blocks[world] = tuple(blocks)
+    known = _groups.setdefault(world, WeakValueDictionary())
+    for mesh in dict.fromkeys(mesh for mesh, _ in blocks):
+        for key in (mesh.key(axes) for count in mesh.axes for axes in combinations(mesh.axes, count + 1)):
+            mine = None if key in known else _create(key, world, timeout)
+            if mine is not None:
+                known[key] = mine
+
+
+def first_of(mesh: Mesh) -> int:
+    """The first rank of the world in this rank's copy of a mesh."""
+    return _first(mesh, dist.get_rank())
+
+
+def _first(mesh: Mesh, rank: int) -> int:
+    world = dist.group.WORLD
+    for block, first in _blocks.get(world, ()) if world is not None else ():
+        if first <= rank < first + block.num_devices:
+            return first
+    return rank // mesh.num_devices * mesh.num_devices
+
+
+def _groups_of(key: str) -> list[tuple[int, ...]]:
+    """All groups of a key in the world, in order."""
+    world, mesh = dist.group.WORLD, parse_key(key)[0]
+    blocks = _blocks.get(world) if world is not None else None
+    copies = range(0, dist.get_world_size(), mesh.num_devices)
+    firsts = [first for block, first in blocks if block == mesh] if blocks else copies
+    places = range(mesh.num_devices)
+    return sorted({_ranks(key, first + place, first) for first in firsts for place in places})
+
+
+def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup | None:
+    """Every rank creates every group of the key, in the same order: new_group is collective. None on ranks
+    whose mesh is another."""
+    mine = None
+    for ranks in _groups_of(key):
         if len(ranks) == dist.get_world_size():
+            mine = world
             break
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
             mine = group
+    if mine is None:
+        return None
     if dist.get_backend(mine) == dist.Backend.NCCL:
         # NCCL builds a communicator at its first use, which must be by all of its ranks; in a
         # halo exchange some may have nothing to say.
@@ -117,13 +175,16 @@ def wires(group: ProcessGroup) -> Wires | None:
 
 def size(key: str) -> int:
     """The number of ranks in each group of `key`."""
-    return len(_ranks(key, 0))
+    mesh, axes = parse_key(key)
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def index(key: str) -> int:
     """The place that this rank has in its group of `key`, in major-minor order."""
-    rank = _rank()
-    return _ranks(key, rank).index(rank)
+    rank, mesh = _rank(), parse_key(key)[0]
+    chosen = _viewpoint.get() is not None  # a place in a mesh, wherever that lies
+    first = rank // mesh.num_devices * mesh.num_devices if chosen else _first(mesh, rank)
+    return _ranks(key, rank, first).index(rank)
 
 
 @contextmanager
@@ -145,8 +206,7 @@ def _rank() -> int:
 
 
 @functools.cache
-def _ranks(key: str, rank: int) -> tuple[int, ...]:
-    """The ranks of the world that meet `rank` in `key`: all of its own copy of the mesh."""
+def _ranks(key: str, rank: int, first: int) -> tuple[int, ...]:
+    """The ranks of the world that meet `rank` in `key`: all of its own copy of the mesh, from `first` on."""
     mesh, axes = parse_key(key)
-    copy, place = divmod(rank, mesh.num_devices)
-    return tuple(copy * mesh.num_devices + each for each in mesh.group(axes, place))
+    return tuple(first + each for each in mesh.group(axes, rank - first))

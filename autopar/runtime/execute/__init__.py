@@ -8,5 +8,6 @@ stage             one stage over one micro-batch at a time
 unflushed         stages that go on with the next batch while one drains
 weight_versions   weights of batches that are under way
 torch_stage       the same under torch.distributed.pipelining's schedules
+unlike_stages     a stage where the meshes of stages are unlike
 forward_relay     calls without gradients, from stage to stage
 """

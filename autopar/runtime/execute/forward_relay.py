@@ -26,6 +26,7 @@ from autopar.runtime.collectives.random import Stream
 from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.staged_program import pipeline_group
+from autopar.runtime.execute.unlike_stages import StageMail, receive_values
 from autopar.trace.micro_batches import MicroBatch
 
 
@@ -49,6 +50,8 @@ class Relay:
             for each in made.stages
         }
         self.group = pipeline_group(made, timeout)
+        numbers = self._stages if made.pipeline.meshes else ()
+        self._mail = {number: StageMail(made.pipeline, number, device) for number in numbers}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the global `tensors`, on every rank; collective.
@@ -79,14 +82,22 @@ class Relay:
         values: tuple[Tensor, ...] = ()
         for number, stage in self._stages.items():
             stage.begin([batch], seed)
+            if mail := self._mail.get(number):
+                values = stage.run(receive_values(mail, stage, 0), 0)
+                stage.end()
+                if (borders := stage.borders(0)) is not None:
+                    mail.send(values, borders.sent, back=False)
+                mail.end()
+                continue
             if number and number - 1 not in self._stages:
-                source = pipeline.rank_of(number - 1)
+                source = pipeline.host(pipeline.rank_of(number - 1))
                 values = tuple(self._receive(spec, source) for spec in stage.executable.received)
             values = stage.run(values, 0)
             stage.end()
             if number + 1 < pipeline.num_stages and number + 1 not in self._stages:
+                following = pipeline.host(pipeline.rank_of(number + 1))
                 for value in values:
-                    dist.send(value, group=self.group, group_dst=pipeline.rank_of(number + 1))
+                    dist.send(value, group=self.group, group_dst=following)
         return values
 
     def _receive(self, spec: TensorSpec, source: int) -> Tensor:
@@ -101,7 +112,10 @@ class Relay:
         values = [value.contiguous() for value in made] if last in self._stages else map(self._empty, specs)
         shared = tuple(values)
         for value in shared:
-            dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(last))
+            if pipeline.meshes:
+                dist.broadcast(value, src=pipeline.first(pipeline.rank_of(last), 0))
+            else:
+                dist.broadcast(value, group=self.group, group_src=pipeline.host(pipeline.rank_of(last)))
         return shared
 
     def _empty(self, spec: TensorSpec) -> Tensor:

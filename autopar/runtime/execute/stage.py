@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.graph import InputKind, TensorSpec
+from autopar.core.stage_borders import StageBorders
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.random import drawing_from, draws, mixed
 from autopar.runtime.compiled.program import compiled
@@ -164,6 +165,10 @@ class StageModule(nn.Module):
     def sent(self, number: int) -> tuple[TensorSpec, ...]:
         """Specs of tensors that the stage sends on of micro-batch `number`."""
         return self._program(number).executable.sent
+
+    def borders(self, number: int) -> StageBorders | None:
+        """The messages of micro-batch `number` with stages on other meshes; None where all are alike."""
+        return self._program(number).executable.borders
 
     def _program(self, number: int) -> _Program:
         return self._programs[self._batch[number].share < self._batch[0].share]

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.core.pipeline import Pipeline
+from autopar.core.placement import Shard
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
@@ -30,6 +32,7 @@ from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.unflushed import StaleBatch, Unflushed
+from autopar.runtime.execute.unlike_stages import UnlikeSchedule
 from autopar.runtime.execute.weight_versions import WeightVersions
 from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch
@@ -65,9 +68,16 @@ class StagedProgram:
         self._stages = self._stages_of(find)
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
+        self._parts = {item.target: item for item in made.inputs}
         self._weights: Sequence[float] = ()
         self._scale: Tensor | None = None  # of the losses from which backward starts
-        self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
+        self._schedule: Any
+        self._sends: Any  # what is on its way
+        if made.pipeline.meshes:
+            (stage,) = self._stages
+            self._schedule = self._sends = UnlikeSchedule(made.pipeline, stage, self._weighted, device)
+        else:
+            self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
         self._raised = False
         self._unflushed: Unflushed | None = None
         self._tells: bool | None = None  # of stages that are compiled
@@ -110,7 +120,7 @@ class StagedProgram:
         (even,), (odd,) = (self._stages_of(versions.finder(turn, self._find)) for turn in (0, 1))
         for stage in () if self._tells is None else (even, odd):
             stage.compile(tells=bool(self._tells))
-        return Unflushed((even, odd), self.group, self.executable.pipeline.num_stages, self._device)
+        return Unflushed((even, odd), self.group, self.executable.pipeline, self._device)
 
     def drop(self) -> None:
         """Forget the batch that has begun to come in; collective."""
@@ -189,7 +199,11 @@ class StagedProgram:
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the losses, from the rank that holds the last stage."""
         pipeline, value = self.executable.pipeline, self._total(losses)
-        dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(pipeline.num_stages - 1))
+        last = pipeline.rank_of(pipeline.num_stages - 1)
+        if pipeline.meshes:
+            dist.broadcast(value, src=pipeline.first(last, 0))
+        else:
+            dist.broadcast(value, group=self.group, group_src=pipeline.host(last))
         return value
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
@@ -219,13 +233,28 @@ class StagedProgram:
         or without."""
         arrivals = []
         for target, group in self._tied.items():
-            if group is not None:
+            if group is not None and self.executable.pipeline.meshes:
+                self._sum_parts(totals, target, group)
+            elif group is not None:
                 mine = totals.get(target)
                 total = torch.zeros_like(local(self._find(target)())) if mine is None else mine.contiguous()
                 arrivals.append(transport.start_sum(total, group, later=True))
                 totals[target] = total
         for arrived in arrivals:
             arrived()
+
+    def _sum_parts(self, totals: dict[str, Tensor], target: str, group: dist.ProcessGroup) -> None:
+        """Sum the gradient of a tied weight over stages on unlike meshes, where it lies in other parts."""
+        part, held = self._parts[target], local(self._find(target)())
+        full = torch.zeros(part.spec.shape, dtype=held.dtype, device=held.device)
+        coordinate = self.executable.mesh.coordinate(dist.get_rank() - groups.first_of(self.executable.mesh))
+        counts = not any(
+            place and not isinstance(each, Shard) for place, each in zip(coordinate, part.layout, strict=True)
+        )  # of ranks with the same rows the first one
+        if counts and target in totals:
+            part.part.put(totals[target], full)
+        dist.all_reduce(full, group=group)
+        totals[target] = part.part.take(full).clone(memory_format=torch.contiguous_format)
 
     def _add(self, target: str, total: Tensor) -> None:
         add_gradient(self._find(target)(), total)
@@ -266,11 +295,15 @@ def _broken_off() -> InputError:
 
 
 def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of the ranks with this one's place in their meshes; collective."""
+    """The group of the ranks with this one's place in their meshes, in the order of the world: a pipeline
+    rank's number there is that of its host. Collective."""
+    if made.pipeline.meshes:  # which exchange with many ranks each
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     devices, mine = made.mesh.num_devices, None
     for place in range(devices):
         group = groups.of_ranks(
-            [rank * devices + place for rank in range(made.pipeline.ranks)], timeout=timeout
+            [host * devices + place for host in range(made.pipeline.ranks)], timeout=timeout
         )
         mine = group or mine
     assert mine is not None
@@ -287,10 +320,20 @@ def _tied_groups(made: StagedExecutable, timeout: timedelta) -> dict[str, dist.P
         holders = made.holders[target]
         if len(holders) < 2 or not requires_grad[target]:
             continue
+        if holders not in known and made.pipeline.meshes:
+            members = [rank for holder in holders for rank in _members(made.pipeline, holder)]
+            known[holders] = groups.of_ranks(members, timeout=timeout)
         if holders not in known:
             known[holders] = None
             for place in range(devices):
-                group = groups.of_ranks([rank * devices + place for rank in holders], timeout=timeout)
+                members = sorted(made.pipeline.host(rank) * devices + place for rank in holders)
+                group = groups.of_ranks(members, timeout=timeout)
                 known[holders] = group or known[holders]
         found[target] = known[holders]
     return found
+
+
+def _members(pipeline: Pipeline, rank: int) -> range:
+    """The ranks of the world in a pipeline rank whose mesh is its own."""
+    first = pipeline.first(rank, 0)
+    return range(first, first + pipeline.meshes[rank].num_devices)

@@ -96,7 +96,7 @@ def _torch_stage(
     made = stage.executable
     last = made.stage == whole.pipeline.num_stages - 1
     sent = whole.outputs if last else made.sent
-    return _TorchStage(
+    wrapped = _TorchStage(
         stage,
         made.stage,
         whole.pipeline.num_stages,
@@ -107,6 +107,9 @@ def _torch_stage(
         dw_builder=None if stage.between else _nothing_left,
         sends=sends,
     )
+    if whole.pipeline.hosts:  # under schedules of one stage a rank, which ask nothing else of the group
+        wrapped.stage_index_to_group_rank = dict(enumerate(whole.pipeline.hosts))
+    return wrapped
 
 
 def _example(spec: TensorSpec) -> Tensor:

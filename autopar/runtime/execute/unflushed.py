@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
+from autopar.core.pipeline import Pipeline
 from autopar.runtime.execute.stage import StageModule
 from autopar.trace.micro_batches import MicroBatch
 
@@ -43,6 +45,13 @@ class _MicroBatchFlight:
     sends: list[dist.Work]
 
 
+class StagePeer(NamedTuple):
+    """The rank of a group that has a stage."""
+
+    group: dist.ProcessGroup
+    rank: int
+
+
 @dataclass(slots=True)
 class Unflushed:
     """The one stage of this rank, as two modules that take turns: `stages[turn]` is that of this batch.
@@ -52,7 +61,7 @@ class Unflushed:
 
     stages: tuple[StageModule, StageModule]
     group: dist.ProcessGroup
-    num_stages: int
+    pipeline: Pipeline
     device: torch.device
     following: StaleBatch | None = None  # that has begun to come in
     _batches: list[StaleBatch | None] = field(default_factory=lambda: [None, None])
@@ -61,6 +70,10 @@ class Unflushed:
     _sent_back: list[dist.Work] = field(default_factory=list)
     _told: list[dist.Work] = field(default_factory=list)
     _losses: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline.num_stages
 
     @property
     def _stage(self) -> int:
@@ -125,9 +138,9 @@ class Unflushed:
         if self._is_last:
             _wait(self._told)
             others = range(self.num_stages - 1)
-            self._told = [_send(loss, self.group, stage, LOSS_TAG) for stage in others]
+            self._told = [_send(loss, self._peer(stage), LOSS_TAG) for stage in others]
         else:
-            _wait([_receive(loss, self.group, self.num_stages - 1, LOSS_TAG)])
+            _wait([_receive(loss, self._peer(self.num_stages - 1), LOSS_TAG)])
         return loss
 
     # -- a micro-batch ----------------------------------------------------------------------------
@@ -143,7 +156,7 @@ class Unflushed:
             # The next batch's is like this one's, and begins later.
             known = self.stages[turn if self._batches[turn] else 1 - turn]
             tensors = [self._room(spec) for spec in known.received(number)]
-            works = [_receive(tensor, self.group, self._stage - 1) for tensor in tensors]
+            works = [_receive(tensor, self._peer(self._stage - 1)) for tensor in tensors]
             self._arrivals.append((tensors, works))
 
     def _forward(self, forwards: deque[tuple[int, int]]) -> None:
@@ -165,7 +178,7 @@ class Unflushed:
             results = (results[0] * batch.micro_batches[number].weight,)
             self._losses[turn].append(results[0].detach())
         else:
-            sends = [_send(each.detach(), self.group, self._stage + 1) for each in results]
+            sends = [_send(each.detach(), self._peer(self._stage + 1)) for each in results]
         self._flights.append(_MicroBatchFlight(number, received, results, sends))
 
     def _expect_back(self, turn: int, number: int) -> tuple[list[Tensor | None], list[dist.Work]]:
@@ -174,7 +187,7 @@ class Unflushed:
             return [None], []
         specs = self.stages[turn].sent(number)
         gradients = [self._room(spec) if spec.requires_grad else None for spec in specs]
-        works = [_receive(each, self.group, self._stage + 1) for each in gradients if each is not None]
+        works = [_receive(each, self._peer(self._stage + 1)) for each in gradients if each is not None]
         return gradients, works
 
     def _backward(self, turn: int, gradients: list[Tensor | None], works: list[dist.Work]) -> None:
@@ -196,20 +209,23 @@ class Unflushed:
             for each in flight.received
             if each.requires_grad
         ]
-        self._sent_back = [_send(each.contiguous(), self.group, self._stage - 1) for each in back]
+        self._sent_back = [_send(each.contiguous(), self._peer(self._stage - 1)) for each in back]
+
+    def _peer(self, stage: int) -> StagePeer:
+        return StagePeer(self.group, self.pipeline.host(stage))
 
     def _room(self, spec: TensorSpec) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
 
 
-def _send(tensor: Tensor, group: dist.ProcessGroup, stage: int, tag: int = 0) -> dist.Work:
-    work = dist.isend(tensor.contiguous(), group=group, group_dst=stage, tag=tag)
+def _send(tensor: Tensor, peer: StagePeer, tag: int = 0) -> dist.Work:
+    work = dist.isend(tensor.contiguous(), group=peer.group, group_dst=peer.rank, tag=tag)
     assert work is not None
     return work
 
 
-def _receive(tensor: Tensor, group: dist.ProcessGroup, stage: int, tag: int = 0) -> dist.Work:
-    work = dist.irecv(tensor, group=group, group_src=stage, tag=tag)
+def _receive(tensor: Tensor, peer: StagePeer, tag: int = 0) -> dist.Work:
+    work = dist.irecv(tensor, group=peer.group, group_src=peer.rank, tag=tag)
     assert work is not None
     return work
 

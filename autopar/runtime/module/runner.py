@@ -34,7 +34,7 @@ from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module.regions import region_of
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stale_steps import StaleSteps
-from autopar.runtime.optimizers.clipping import norm_dtype, scale, total_norm
+from autopar.runtime.optimizers.clipping import norm_dtype, norm_over_meshes, scale, total_norm
 from autopar.runtime.optimizers.loss_scaling import factor_of
 from autopar.runtime.parameters.parameters import (
     twin_of,
@@ -324,7 +324,7 @@ class Runner:
         group = None if isinstance(self._current, Bound | None) else self._current.group
         dtype = norm_dtype(dtype for dtype, requires_grad in self.tensors.states().values() if requires_grad)
         with collective("clip_grad_norm_"):
-            norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._running.device)
+            norm = self._norm(mine, float(norm_type), dtype, group)
         if error_if_nonfinite and not norm.isfinite():
             raise InputError(
                 where="clip_grad_norm_",
@@ -334,6 +334,15 @@ class Runner:
             )
         scale((item.grad for item in held.values() if item.grad is not None), norm, max_norm)
         return norm
+
+    def _norm(
+        self, mine: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        pipeline, device = self.tensors.pipeline, self._running.device
+        if pipeline.meshes:
+            leads = pipeline.placed(dist.get_rank(), 0)[1] == 0
+            return norm_over_meshes(mine, norm_type, dtype=dtype, device=device, leads=leads)
+        return total_norm(mine, norm_type, dtype=dtype, group=group, device=device)
 
     def _accumulate(
         self,

@@ -57,6 +57,22 @@ def total_norm(
     return (powers if norm_type == 0 else powers.pow(1 / norm_type)).to(dtype)
 
 
+def norm_over_meshes(
+    gradients: Iterable[Tensor], norm_type: float, *, dtype: torch.dtype, device: torch.device, leads: bool
+) -> Tensor:
+    """The norm of all ranks' gradients where stages have meshes of their own: the first rank of each mesh,
+    which `leads`, tells that of its stage. Collective."""
+    if norm_type == 0:
+        raise InputError(
+            where="clip_grad_norm_",
+            found="the norm of 0, with stages on unlike meshes",
+            wanted="another norm",
+            remedy="choose the norm of 2, say",
+        )
+    own = total_norm(gradients, norm_type, dtype=torch.float64, group=None, device=device)
+    return total_norm([own] if leads else [], norm_type, dtype=dtype, group=dist.group.WORLD, device=device)
+
+
 def norm_dtype(learning: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype of the norm over parameters of these dtypes, as torch promotes them: the same on all ranks,
     also where none of the parameters is."""

@@ -48,8 +48,7 @@ def device_mesh(mesh: Mesh, device: torch.device, *, prefix: str = "") -> Device
 
     Meshes whose axes have other names, by a `prefix`, are unequal: tensors on them don't mix.
     """
-    first = dist.get_rank() // mesh.num_devices * mesh.num_devices
-    ranks = first + torch.arange(mesh.num_devices).view(mesh.shape)
+    ranks = groups.first_of(mesh) + torch.arange(mesh.num_devices).view(mesh.shape)
     axes = [groups.group(mesh.key((axis,))) for axis in mesh.axes]
     names = tuple(prefix + name for name in AXIS_NAMES[: len(mesh.shape)])
     return DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=names)

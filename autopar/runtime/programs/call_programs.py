@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError, InputError
 from autopar.results.plan.plan import Plan
@@ -187,8 +188,12 @@ class CallPrograms:
         if entry is not None:
             return entry
         made, reads = self._compiled(call, self._plans(key), step=step, place=place)
-        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
-        groups.setup(made.mesh, group_keys(made), timeout=self._running.timeout, copies=copies)
+        pipeline = made.pipeline if isinstance(made, StagedExecutable) else Pipeline()
+        if pipeline.meshes:
+            groups.setup_unlike(pipeline.meshes, timeout=self._running.timeout)
+        else:
+            keys, copies = group_keys(made), pipeline.ranks
+            groups.setup(made.mesh, keys, timeout=self._running.timeout, copies=copies)
         mesh = self._tensors.check(made) if self._tensors.is_placed else self._place(made)
         self._tensors.update_states()
         if torch.is_grad_enabled():

@@ -25,6 +25,7 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, Shard, show
 from autopar.errors import CheckError, InputError
+from autopar.results.plan.plan import Plan
 from autopar.runtime.checkpoints.named_states import speak_by_names
 from autopar.runtime.checkpoints.optimizer_states import speak_serial_order
 from autopar.runtime.checkpoints.rank_states import RankStates, State
@@ -71,6 +72,7 @@ class PlacedTensors:
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._stages_of_uses: Mapping[str, tuple[int, ...]] = {}  # with stages
         self.pipeline = Pipeline()
+        self._plan: Plan | None = None  # with stages on unlike meshes
         self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self.changes: ParameterChanges | None = None  # once they are placed, of several ranks
@@ -103,12 +105,14 @@ class PlacedTensors:
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._parts, (0,)) | dict(made.holders)
             self._stages_of_uses, self.pipeline = made.stages_of_uses, made.pipeline
+            self._plan = made.plan if made.pipeline.meshes else None
             self._held, self.nothing = RankStates(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
             take_empty_lists()
             refuse_torch_clipping(mesh)
             share_infinities(mesh)
-        self.has_copies = any(map(self._is_shared, self._parts.values()))
+        unlike = bool(self.pipeline.meshes)  # of which some may have copies
+        self.has_copies = unlike or any(map(self._is_shared, self._parts.values()))
         self.are_plain = self.tree.is_plain = self._can_be_plain()
         serial_model.check_plain(self.tree.root, placed_parameters())
         placed = self.tree.place(self._store)
@@ -177,12 +181,12 @@ class PlacedTensors:
         key = sharding_key(self._mesh[0], part.layout)
         devices = self._mesh[0].num_devices
         holders = self._holders.get(part.target, ())
-        holder = holders[0] * devices if holders else None
+        holder = self.pipeline.first(holders[0], devices) if holders else None
         stored = Stored(part, key, self._device, self._serial[name], holder)
         if full.is_meta:
             self.valueless.add(name)
         values = self._values(full)
-        if holders and dist.get_rank() // devices not in holders:
+        if holders and self.pipeline.placed(dist.get_rank(), devices)[0] not in holders:
             return None, stored
         mine = part.part.take(values).to(self._device)
         if mine.layout is not torch.strided:
@@ -266,7 +270,7 @@ class PlacedTensors:
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._parts.items()}
-        return PinnedLayouts(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline)
+        return PinnedLayouts(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline, self._plan)
 
     def of(self, tree: UserTree) -> PlacedTensors:
         """The tensors of a copy of the module, which lie alike."""
@@ -345,7 +349,7 @@ class PlacedTensors:
         """Whether this pipeline rank counts the parameter; of several that hold it, the first one does."""
         if not self._holders or self._mesh is None:
             return True
-        return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
+        return self._holders[name][0] == self.pipeline.placed(dist.get_rank(), self._mesh[0].num_devices)[0]
 
     def require_placed(self) -> None:
         """Raise InputError before a plan has said where parameters lie."""

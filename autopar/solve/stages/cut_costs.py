@@ -112,7 +112,7 @@ class CutProblem:
         self.lasting = [self.always_there(stage, each) for stage, each in enumerate(self.tables)]
         self.holds = _each(self.holds_of, self.tables)
         self.backward = _each(lambda each: each.input_gradient, self.tables)
-        if self.shares is not None and self.cap is not None:
+        if self.shares is not None and self.cap is not None and not table.of_ranks:
             self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
         void = np.tril(np.full_like(table.forward, np.inf))
         self.allowed = [self.where_fits(stage, void) for stage in range(stages)]
@@ -125,24 +125,36 @@ class CutProblem:
         """For every stage that could be, the fastest levels that fit, or the smallest; of a rank's memory
         each of its stages has its part."""
         self.mixes, self.tables = [], []
+        ranks = [self.schedule.rank_of(stage) for stage in range(self.schedule.stages)]
         if len(self.levels) == 1 or self.cap is None:
             zeros = np.zeros_like(self.table.forward)
             whole = MixTables(zeros.astype(np.intp), zeros.astype(np.intp), zeros)
-            self.mixes, self.tables = [whole] * self.schedule.stages, [self.table] * self.schedule.stages
+            self.mixes, self.tables = [whole] * len(ranks), [self.table.on_rank(rank) for rank in ranks]
             return
-        between, count = LevelTables.of(self.table, self.levels), self.schedule.micro_batches
-        seconds = np.stack([count * each.seconds + each.sync + each.update for each in self.levels])
-        holds = [self.holds_of(each) for each in self.levels]
-        for stage in range(self.schedule.stages):
-            nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(self.levels, holds, strict=True)])
-            self.mixes.append(MixTables.under(self.cap * self.part(stage), nbytes, seconds))
+        count, known = self.schedule.micro_batches, dict[int, Any]()
+        for stage, rank in enumerate(ranks):
+            levels = [each.on_rank(rank) for each in self.levels]
+            if id(levels[0]) not in known:
+                between = LevelTables.of(most_crossing(levels), levels)
+                seconds = np.stack([count * each.seconds + each.sync + each.update for each in levels])
+                known[id(levels[0])] = between, seconds, [self.holds_of(each) for each in levels]
+            between, seconds, holds = known[id(levels[0])]
+            nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(levels, holds, strict=True)])
+            self.mixes.append(MixTables.under(self.caps[rank] * self.part(stage), nbytes, seconds))
             self.tables.append(between.mixed(self.mixes[-1]))
+
+    @property
+    def caps(self) -> NDArray[np.float64]:
+        """Bytes that a device of each rank may take."""
+        room = np.asarray(self.table.room or (0,) * self.schedule.ranks, dtype=float)
+        return room + (math.inf if self.cap is None else self.cap)
 
     def where_fits(self, stage: int, void: Table) -> Table:
         """0 where a stage fits, infinity elsewhere and where `void` has it."""
         if self.cap is None or self.shares:
             return void
-        found: Table = np.where(self.stage_bytes(stage) > self.cap, np.inf, void)
+        cap = self.caps[self.schedule.rank_of(stage)]
+        found: Table = np.where(self.stage_bytes(stage) > cap, np.inf, void)
         return found
 
     def busy_with(self, table: Intervals, back: Table) -> Table:
@@ -378,11 +390,22 @@ class CutProblem:
             forward=forward,
             input_gradient=self.pick(self.backward, paths).T,
             weight_gradient=weights,
-            send_output=self.table.send[paths[:, 1:].T],
-            send_gradient=self.table.send_back[paths[:, :-1].T],
+            send_output=self.hop_seconds(paths[:, 1:].T, ahead=True),
+            send_gradient=self.hop_seconds(paths[:, :-1].T, ahead=False),
             sync=sync,
             update=update,
         )
+
+    def hop_seconds(self, cuts: Paths, *, ahead: bool) -> NDArray[np.float64]:
+        """Seconds [stage, cut] of what crosses the cut after each stage, or before it for gradients."""
+        table = self.table
+        if not table.hops:
+            found: NDArray[np.float64] = (table.send if ahead else table.send_back)[cuts]
+            return found
+        rows = [pair[0 if ahead else 1] for pair in table.hops]
+        nothing = np.zeros_like(table.send)
+        of_stages = [*rows, nothing] if ahead else [nothing, *rows]
+        return np.stack([row[places] for row, places in zip(of_stages, cuts, strict=True)])
 
     def seconds(self, paths: Paths, below: float = math.inf) -> NDArray[np.float64]:
         """Step times [cut], infinity for those that don't fit and for those whose busiest rank alone takes
@@ -392,7 +415,7 @@ class CutProblem:
         if math.isfinite(below):
             left = left[self.rank_seconds(paths).max(axis=1) < below]
         if self.cap is not None:
-            left = left[(self.rank_bytes(paths[left]) <= self.cap).all(axis=1)]
+            left = left[(self.rank_bytes(paths[left]) <= self.caps).all(axis=1)]
         if len(left):
             found[left] = step_seconds(self.schedule, self.costs(paths[left]))
         return found

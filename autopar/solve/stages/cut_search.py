@@ -65,6 +65,21 @@ class Cut:
     stages: tuple[StageCost, ...]
     stage_bytes: tuple[int, ...]
     rank_bytes: tuple[int, ...]
+    room: tuple[int, ...] = ()  # of each rank's devices beside the cap, where they are unlike
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Bytes that each rank's devices have beside the cap, which is that of the smallest."""
+        return self.room or (0,) * len(self.rank_bytes)
+
+    @property
+    def fullest(self) -> int:
+        """The rank that comes nearest to its cap, or is most above it."""
+        return max(range(len(self.rank_bytes)), key=lambda rank: self.rank_bytes[rank] - self.rooms[rank])
+
+    def over(self, cap: int) -> int:
+        """Bytes that the fullest rank has above its cap, `cap` on the smallest; negative if there is room."""
+        return self.rank_bytes[self.fullest] - self.rooms[self.fullest] - cap
 
 
 def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
@@ -102,7 +117,7 @@ def cuts(
     meets the cap.
     """
     limit = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
-    fits = [each for each in free if cap is None or max(each[0].rank_bytes) <= cap]
+    fits = [each for each in free if cap is None or each[0].over(cap) <= 0]
     found = [each for each in fits if each[0].seconds <= limit]
     done = {schedule.kind for _, schedule in found}
     problems = [CutProblem(tables, schedule, cap) for schedule in schedules if schedule.kind not in done]
@@ -162,6 +177,7 @@ def _cut(problem: CutProblem, path: Path, seconds: float, bound: float) -> Cut:
         stages=problem.stage_costs(path),
         stage_bytes=tuple(int(problem.stage_bytes(stage)[path[stage], path[stage + 1]]) for stage in stages),
         rank_bytes=tuple(int(nbytes) for nbytes in problem.rank_bytes(path[None])[0]),
+        room=table.room,
     )
 
 
@@ -227,12 +243,12 @@ class _CutSearch:
     def unevenness(self, paths: Paths) -> NDArray[np.float64]:
         """Approximate seconds of the slowest rank [cut], and far more for bytes above the cap."""
         problem = self.problem
-        seconds, cap = problem.rank_seconds(paths), problem.cap
+        seconds = problem.rank_seconds(paths)
         most = seconds.max(axis=1)
         about: NDArray[np.float64] = most * ((seconds / most[:, None]) ** POWER).mean(axis=1) ** (1 / POWER)
-        if cap is None:
+        if problem.cap is None:
             return about
-        excess = (problem.rank_bytes(paths) / cap - 1).clip(min=0.0).sum(axis=1)
+        excess = (problem.rank_bytes(paths) / problem.caps - 1).clip(min=0.0).sum(axis=1)
         found: NDArray[np.float64] = about * (1 + FORBIDDEN * excess)
         return found
 
@@ -326,16 +342,17 @@ def least_bytes(tables: Sequence[Intervals], schedule: Schedule) -> int:
     the bytes of the fullest rank then."""
     problem = CutProblem(tables, schedule, 0)  # in which every stage takes the smallest level
     best = np.full(len(problem.table.places), np.inf)
-    best[-1] = 0.0
+    best[-1] = -np.inf
     void, following = np.tril(np.full_like(problem.table.forward, np.inf)), []
     for stage in reversed(range(schedule.stages)):
-        most = np.maximum(problem.stage_bytes(stage) + void, best[None, :])
+        beside = problem.stage_bytes(stage) - problem.caps[schedule.rank_of(stage)]
+        most = np.maximum(beside + void, best[None, :])
         following.append(most.argmin(axis=1))
         best = most.min(axis=1)
     path = [0]
     for choice in reversed(following):
         path.append(int(choice[path[-1]]))
-    return int(problem.rank_bytes(np.asarray(path)[None]).max())
+    return int((problem.rank_bytes(np.asarray(path)[None]) - problem.caps).max())
 
 
 def _infeasible(tables: Sequence[Intervals], schedule: Schedule, cap: int) -> InfeasibleError:

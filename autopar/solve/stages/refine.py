@@ -167,7 +167,7 @@ class Refinement:
         places = _around(step.cut.starts, len(self.graph.operators))
         table = intervals(step.solution.priced, self.hop, places=places)
         found = cut_at(table, schedule, step.cut.starts)
-        fits = self.cap is None or max(found.rank_bytes) <= self.cap
+        fits = self.cap is None or found.over(self.cap) <= 0
         if not fits or found.seconds >= step.seconds:
             return step
         found = replace(found, mixes=step.cut.mixes, places=step.cut.places)

@@ -168,7 +168,7 @@ def staged(
         free = found.seconds
         check_cutoff(found.bound * share_of(solution, relaxed), cutoff)
         check_cutoff(free, limit)
-        if cap is not None and max(found.rank_bytes) > cap:
+        if cap is not None and found.over(cap) > 0:
             lean = _Lean(priced, hop, cap, table, uncapped, known, recompute, offload)
             priced, found, schedule = lean.fastest(schedules, bound=found.bound, limit=limit)
         else:
@@ -318,7 +318,7 @@ def step_of(
     share: float,
 ) -> Step:
     """The step of an assignment with its cut; `share` and `free` are those of `Step`."""
-    fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
+    fullest = cut.fullest
     cost = solution.priced.remedied(offload=()).cost  # what is moved hides
     calls = schedule.micro_batches * cost.calls / schedule.ranks
     return Step(
@@ -383,14 +383,15 @@ class Parting:
             _, found = replayed(now)
             for stage in mixed:
                 by = max(1, len(turns[stage]) >> (probe + 3))
-                if self.cap is None or found.rank_bytes[self.schedule.rank_of(stage)] <= self.cap:
+                rank = self.schedule.rank_of(stage)
+                if self.cap is None or found.rank_bytes[rank] <= self.cap + found.rooms[rank]:
                     fitting[stage] = min(fitting[stage], now[stage])
                     by = -by
                 now[stage] = min(max(now[stage] + by, 0), fitting[stage])
         priced, found = replayed(fitting)
         if self.cap is None:
             return priced, found
-        if (most := max(found.rank_bytes)) > self.cap:
+        if (most := self.cap + found.over(self.cap)) > self.cap:
             raise InfeasibleError(
                 where="memory cap of a pipeline whose stages compute parts again",
                 found=f"{show_bytes(self.cap)} per device",
@@ -410,7 +411,7 @@ class Parting:
         while high - low > 1:
             middle = (low + high) // 2
             lean, trial = self.replayed(cut, turns, middle)
-            if max(trial.rank_bytes) <= (self.cap or 0):
+            if trial.over(self.cap or 0) <= 0:
                 high, priced, found = middle, lean, trial
             else:
                 low = middle

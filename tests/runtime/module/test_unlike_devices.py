@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,19 @@ def batch(seed: int, size: int = SIZE) -> tuple[Tensor, Tensor]:
     return x, torch.randint(12, (size,), generator=generator)
 
 
-def parallel(force: Any, costs: str, cluster: ClusterSpec | None = None, **options: Any) -> ParallelModule:
+def parallel(
+    force: Any, costs: str, cluster: ClusterSpec | None = None, *, size: int = SIZE, **options: Any
+) -> ParallelModule:
     return autopar.parallelize(
         make(),
         cluster or cluster_of(dist.get_world_size()),
-        batch(0),
+        batch(0, size),
         loss_fn=F.cross_entropy,
         force=force,
+        **options,
         measure=False,
         costdb=costs,
         quiet=True,
-        **options,
     )
 
 
@@ -148,3 +151,97 @@ def _goes_on(folder: Path) -> None:
 def test_what_unlike_devices_save_even_plans_load(pools: Pools, tmp_path: Path) -> None:
     pools(3).run(_save, tmp_path)
     pools(2).run(_goes_on, tmp_path)
+
+
+def _steps(ours: ParallelModule, count: int, seeds: range) -> None:
+    """Steps in micro-batches, held against the serial model's; then an evaluation and a call."""
+    theirs = make()
+    mine, other = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (ours, theirs))
+    for seed in seeds:
+        x, y = batch(seed, 6 * count)
+        parts = zip(x.chunk(count), y.chunk(count), strict=True)
+        whole = torch.stack([F.cross_entropy(theirs(a), b) / count for a, b in parts]).sum()
+        other.zero_grad()
+        whole.backward()
+        mine.zero_grad()
+        assert ours.train_step(x, y).item() == pytest.approx(whole.item(), rel=LOSS)
+        norms = ours.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        assert norms[0].item() == pytest.approx(norms[1].item(), rel=LOSS)
+        other.step()
+        mine.step()
+    assert gap(ours, theirs) < LOSS
+    x, y = batch(9, 6 * count)
+    ours.eval(), theirs.eval()
+    with torch.no_grad():
+        wanted = F.cross_entropy(theirs(x), y).item()
+        assert ours.eval_step(x, y).item() == pytest.approx(wanted, rel=LOSS)
+        assert ours(x, y).item() == pytest.approx(wanted, rel=LOSS)
+
+
+def _stages(costs: str) -> tuple[int, ...]:
+    groups = [DeviceGroup("small", "cpu", memory=60_000), DeviceGroup("large", "cpu", memory=10**9)]
+    cluster = ClusterSpec.of_groups(groups, [GroupLink(("small", "large"), Link(1e-6, 1e12), same_node=True)])
+    ours = parallel(None, costs, cluster, stages=2, micro_batches=3)
+    _steps(ours, 3, range(2))
+    return ours.plan.pipeline.hosts
+
+
+@pytest.mark.slow
+def test_stages_lie_on_the_groups_that_the_plan_chose(pools: Pools, tmp_path: Path) -> None:
+    assert {*pools(2).run(_stages, str(tmp_path / "costs.db"))} == {(1, 0)}
+
+
+def _meshes(mesh: str, folder: Path, start: int | None, options: dict[str, Any]) -> None:
+    """Stages on meshes of their own; `start` is where the second one begins, if not where the plan says."""
+    cluster, count = ClusterSpec.local(dist.get_world_size()), mesh.count("+") + 1
+    asked = {"mesh": mesh, "stages": count, "micro_batches": 4, **options}
+    costs, force = str(folder / "costs.db"), asked.pop("force", None)
+    if start is None:
+        _steps(parallel(force, costs, cluster, **asked), 4, range(2))
+        return
+    plan = parallel(force, costs, cluster, size=24, **asked).plan
+    plan = replace(plan, pipeline=replace(plan.pipeline, starts=(0, start)))
+    made = autopar.parallelize(make(), cluster, batch(0, 24), loss_fn=F.cross_entropy, plan=plan, quiet=True)
+    _steps(made, 4, range(2))
+    autopar.save(folder / "run", made)
+
+
+def _loads(folder: Path) -> None:
+    ours, model = parallel("filter", str(folder / "even.db"), ClusterSpec.local(2)), make()
+    autopar.load(folder / "run", ours)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for seed in range(2):
+        x, y = batch(seed, 24)
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        optimizer.zero_grad()
+        torch.stack([F.cross_entropy(model(a), b) / 4 for a, b in parts]).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert gap(ours, model) < LOSS
+
+
+@pytest.mark.slow
+def test_a_tied_weight_on_unlike_meshes_is_one_and_even_plans_load_what_is_saved(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """The second stage begins between the two layers that share a weight."""
+    pools(3).run(_meshes, "1+2", tmp_path, 9, {"force": "filter"})
+    pools(2).run(_loads, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1+3", {"force": "filter"}),
+        ("2+1+1", {"force": "batch", "shard_state": "weights"}),
+        ("3+1", {"schedule": "gpipe"}),
+        ("1:2+1", {"force": "domain"}),
+        ("2x1+1x2", {}),
+    ],
+)
+def test_stages_on_meshes_of_their_own_train_as_the_serial_model_does(
+    pools: Pools, tmp_path: Path, mesh: str, options: dict[str, Any]
+) -> None:
+    sizes = {"1+3": 4, "2+1+1": 4, "3+1": 4, "1:2+1": 3, "2x1+1x2": 4}
+    pools(sizes[mesh]).run(_meshes, mesh, tmp_path, None, options, timeout=180.0)
