@@ -250,8 +250,9 @@ class Planner:
     def or_by_groups(
         self, plan: Plan, graph_of: Callable[[int], Graph], size: int, deadline: float | None
     ) -> Plan:
-        """The plan, or that of one stage for each group of unlike devices, if it is faster by more than
-        predictions are off."""
+        """The plan, or that of one stage for each group of unlike devices, if that is clearly faster.
+
+        Less than predictions are off by is not."""
         asked = self.request
         if asked.mesh or asked.force or asked.pins or not self.cluster.groups or is_over(deadline):
             return plan

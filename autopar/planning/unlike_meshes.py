@@ -295,7 +295,7 @@ def find_by_groups(
 def _fastest_mesh(
     graph: Graph, part: ClusterSpec, request: Request, model: CostModel, limits: Limits
 ) -> Mesh:
-    """The faster mesh for the whole graph of all devices of a part on one axis, and of nodes by devices."""
+    """The mesh on which the whole graph is faster: one axis, or nodes by devices."""
     flat, nodes = Mesh((part.num_devices,)), Mesh((part.nodes, part.devices_per_node))
     meshes = [flat, nodes] if min(nodes.shape) > 1 else [flat]
     problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes]

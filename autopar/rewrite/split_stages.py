@@ -56,8 +56,7 @@ def split(program: RankProgram, graph: Graph, starts: Sequence[int]) -> tuple[St
 
 
 def crossing(program: RankProgram, graph: Graph, starts: Sequence[int], cut: int) -> list[fx.Node]:
-    """The nodes of a rank's program that cross the cut after stage `cut`, in the order in which they are
-    made."""
+    """The nodes of a rank's program that cross the cut after stage `cut`, as they are made."""
     return _Splitter(program, graph, starts).crossing(cut)
 
 
