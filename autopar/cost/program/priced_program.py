@@ -120,8 +120,9 @@ class PricedProgram:
         return self.remedied(recompute=(), offload=())
 
     def gathered_together(self, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
-        """The program with weights that are gathered in groups, as far as `cap` bytes allow, none spanning
-        stages that begin at `starts`."""
+        """The program with weights that are gathered in groups, as far as `cap` bytes allow.
+
+        None spans stages, which begin at `starts`."""
         return gathered_together(self, cap, starts)
 
     def remedied(
