@@ -4,8 +4,9 @@ Nets of the structure of ViT-B, ResNet-50 and GPT-2 are so narrow that only Pyth
 are timed. The eager model and autopar on one device take turns; of each pair of turns the ratio of their
 CPU seconds counts, and the median of all pairs is printed.
 
+python -m tests.benchmarks.host --compiled    the same, both compiled
 python -m tests.benchmarks.host --two    the same on two processes, beside DistributedDataParallel, and with
-                                         weights in shards beside FSDP2
+                                         weights in shards beside FSDP2, in float32 and in bfloat16
 
 Batch norms of DistributedDataParallel are each rank's own: torch's SyncBatchNorm, which sums as autopar does,
 takes no tensors of CPUs.
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
@@ -174,17 +175,25 @@ KINDS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]]] 
 }
 
 
-def ratios() -> list[tuple[str, str, float, float]]:
+def ratios(*, compiled: bool = False) -> list[tuple[str, str, float, float]]:
     """The net, what is done, milliseconds of eager training, and autopar's as a multiple."""
     torch.set_num_threads(1)
     rows = []
     for name, (make, example) in NETS.items():
         torch.manual_seed(0)
         inputs, eager = example(), make()
-        ours = autopar.parallelize(make(), autopar.ClusterSpec.local(1), inputs, measure=False, quiet=True)
+        options: dict[str, Any] = {"measure": False, "quiet": True, "compile": compiled}
+        ours = autopar.parallelize(make(), autopar.ClusterSpec.local(1), inputs, **options)
+        if compiled:
+            eager.compile()
         for kind, prepare in KINDS.items():
             rows.append((name, kind, *_ratio(prepare(eager, inputs), prepare(ours, inputs))))
     return rows
+
+
+def ratios_compiled() -> list[tuple[str, str, float, float]]:
+    """The same of compiled models."""
+    return ratios(compiled=True)
 
 
 def ratios_of_two() -> list[tuple[str, str, float, float]]:
@@ -205,22 +214,28 @@ def ratios_of_two() -> list[tuple[str, str, float, float]]:
 
 
 def _parallel(model: nn.Module, inputs: tuple[Tensor, ...], way: str) -> nn.Module:
-    state: Any = "weights" if way == "FSDP2" else "none"
+    state: Any = "none" if way == "DDP" else "weights"
     cluster = autopar.ClusterSpec.local(2)
-    options = {"force": "batch", "shard_state": state, "measure": False, "quiet": True}
+    dtype: Any = "bf16" if way == LOW else "fp32"
+    options = {"force": "batch", "shard_state": state, "dtype": dtype, "measure": False, "quiet": True}
     return autopar.parallelize(model, cluster, inputs, **options)
 
 
-def _sharded(model: nn.Module) -> nn.Module:
+def _sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model
+
+
+LOW = "FSDP2, bf16"
 
 
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
     "DDP": (DistributedDataParallel, PAIRS),
     "FSDP2": (_sharded, 6),  # of which each takes longer
+    LOW: (partial(_sharded, dtype=torch.bfloat16), 6),
 }
 
 
@@ -240,10 +255,10 @@ def _seconds(run: Callable[[], None]) -> float:
 
 def main() -> None:
     """Print a table."""
-    two = "--two" in sys.argv
+    two, one = "--two" in sys.argv, ratios_compiled if "--compiled" in sys.argv else ratios
     words = ("torch", "two processes") if two else ("eager", "one process")
     table = Table("net", "", f"{words[0]}, ms", f"autopar / {words[0]}", title=f"Host time, {words[1]}")
-    for name, kind, theirs, ratio in run_function(ratios_of_two, 2)[0] if two else run_function(ratios, 1)[0]:
+    for name, kind, theirs, ratio in run_function(ratios_of_two, 2)[0] if two else run_function(one, 1)[0]:
         table.add_row(name, kind, f"{theirs:.2f}", f"{ratio:.2f}")
     Console().print(table)
 
