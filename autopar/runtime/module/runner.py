@@ -509,6 +509,7 @@ class Runner:
         runner.tree = self.tree.of(twin)
         runner.tree.install()
         runner.tensors = self.tensors.of(runner.tree)
+        runner.stale = StaleSteps(self.stale.rule) if self.stale else None
         agreement = Agreement(self._running.device, local_inputs=self._local is not None)
         vars(runner).update(_agreement=agreement, _programs=self._programs.of(runner.tensors, agreement))
         return twin
