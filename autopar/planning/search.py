@@ -108,6 +108,13 @@ def decide(
     an estimate of theirs. Measuring ends with the budget, or at the deadline.
     """
     _check_operators(graph)
+    if request.meshes:
+        raise InputError(
+            where="--mesh " + "+".join(map(str, request.meshes)),
+            found="stages with meshes of their own, to be searched",
+            wanted="them in plan, run, verify and parallelize alone, which take them as they are",
+            remedy="give all stages one mesh, or leave out --mesh",
+        )
     stageable(graph, request)
     budget = means.budget or Budget(request.measure_seconds)
     model = CostModel.of(cluster, means.database).corrected(budget)

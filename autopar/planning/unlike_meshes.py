@@ -155,10 +155,11 @@ def parts_of(cluster: ClusterSpec, meshes: Sequence[Mesh]) -> list[ClusterSpec]:
         for mesh, first, size in zip(meshes, firsts, sizes, strict=False)
         if first // node != (first + size - 1) // node and (first % node or size % node)
     ]
-    if firsts[-1] != cluster.num_devices or split:
+    fits = firsts[-1] == cluster.num_devices
+    if not fits or split:
         raise InputError(
             where="--mesh " + "+".join(map(str, meshes)),
-            found=f"{firsts[-1]} devices" + (f", {split[0]} across nodes" if split else ""),
+            found=f"{firsts[-1]} devices" + (f", {split[0]} across nodes" if fits else ""),
             wanted=f"the cluster's {cluster.num_devices}, each stage in a node or on whole ones",
             remedy="write meshes whose devices add up to the cluster's, as 1+3 for 4",
         )

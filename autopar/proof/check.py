@@ -27,6 +27,7 @@ from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
 from autopar.planning.search import search
+from autopar.planning.unlike_meshes import find_unlike
 from autopar.proof.changes import Changes, trace_whole, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.low_precision import (
@@ -359,6 +360,8 @@ def _plan(
     if plan is not None and plan.graph == fingerprint_of(graph):
         return plan
     request = replace(request, alternatives=False)
+    if request.meshes:
+        return find_unlike(graph, cluster, request, SearchMeans(database))
     return search(graph, cluster, request, SearchMeans(database)).plan
 
 

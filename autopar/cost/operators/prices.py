@@ -96,7 +96,7 @@ class Prices(TensorPrices):
         late_shown: float = 1.0,
     ) -> Prices:
         """The prices under other multipliers; what doesn't depend on them is found once for all."""
-        return replace(
+        made = replace(
             self,
             shown=shown,
             credit=credit,
@@ -109,10 +109,14 @@ class Prices(TensorPrices):
             _networks={},
             _parts={},
         )
+        made.by_group = self.by_group  # of which no price depends on multipliers
+        return made
 
     def in_order(self, ranks: Sequence[ClusterSpec]) -> Prices:
         """The prices of pipeline ranks on these parts of the cluster."""
-        return replace(self, ranks=tuple(ranks), _known=self.known)
+        made = replace(self, ranks=tuple(ranks), _known=self.known)
+        made.by_group = self.by_group  # with all that is known of groups
+        return made
 
     def on_rank(self, rank: int) -> Prices:
         """The prices on the devices of one pipeline rank; these, where all are alike."""
