@@ -24,6 +24,7 @@ from autopar.errors import InputError
 from autopar.runtime.checkpoints.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
 from autopar.runtime.checkpoints.optimizer_values import mapped
 from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.optimizers.optimizers import state_only
 from autopar.runtime.tree.stored import sharded_state
 from autopar.runtime.tree.user_tree import UserTree, placed_trees
 from autopar.torch_seams.replaced import Wrap
@@ -173,7 +174,7 @@ def _get_optimizers(
     collected: dict[str, Any] = {"state": {}, "param_groups": []}
     with naming.together("get_optimizer_state_dict"), sharded_state(not info.full_state_dict):
         for optimizer in optimizers:
-            init_state(optimizer)
+            _make_state(optimizer)
             names = [first for first, *_ in _serial_names(optimizer, model, naming)]
             packed = optimizer.state_dict()
             collected["state"] |= {
@@ -232,13 +233,19 @@ def _set_optimizers(
             )
 
 
+def _make_state(optimizer: Optimizer) -> None:
+    """Let an optimizer without state make it, as torch does, by a step at rate 0."""
+    with state_only():
+        init_state(optimizer)
+
+
 def _make_room(optimizer: Optimizer) -> None:
     """Let a new optimizer make its state, as torch does where there are no gradients."""
     parameters = [item for group in optimizer.param_groups for item in group[PARAMETERS]]
     gradients = [item.grad for item in parameters]
     for item in parameters:
         item.grad = None
-    init_state(optimizer)
+    _make_state(optimizer)
     for item, gradient in zip(parameters, gradients, strict=True):
         item.grad = gradient
 

@@ -77,6 +77,10 @@ class RunState:
             StatementPart(f"state of the {name}", remedy, _digestible(item)) for name, item in parts.items()
         )
 
+    def _model_state(self) -> dict[str, Any]:
+        """The model's state by names; a rank of a pipeline may hold none of it."""
+        return get_model_state_dict(self.model, options=StateDictOptions(strict=False))
+
     def tensors(self, *, makes_room: bool = False) -> dict[str, Any]:
         """Chunks that this rank has of model and optimizers; collective.
 
@@ -90,7 +94,7 @@ class RunState:
             str(number): states[number] if makes_room or has_stepped else {}
             for number, has_stepped in enumerate(have_stepped)
         }
-        return {"model": get_model_state_dict(self.model), "optimizer": named}
+        return {"model": self._model_state(), "optimizer": named}
 
     def _by_names(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """An optimizer's state dict by names; collective.
@@ -131,7 +135,7 @@ class RunState:
 
     def check(self, where: str, saved: Manifest, state: Mapping[str, Any], *, only_model: bool) -> None:
         """Raise InputError for a save of another run; collective."""
-        forms = merged(everybody(self.forms(get_model_state_dict(self.model))))
+        forms = merged(everybody(self.forms(self._model_state())))
         _require_same_model(where, saved.model, forms)
         if only_model:
             return
@@ -158,7 +162,7 @@ class RunState:
         for parameter in self.model.parameters():
             parameter.grad = None
         wanted: dict[str, Any] = (
-            {"model": get_model_state_dict(self.model)} if only_model else self._wanted(path, state)
+            {"model": self._model_state()} if only_model else self._wanted(path, state)
         )
         load_tensors(wanted, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
         set_model_state_dict(self.model, wanted["model"])

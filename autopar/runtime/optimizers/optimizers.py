@@ -17,7 +17,9 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -184,6 +186,7 @@ def _part_of(value: Any, placed: PlacedTensor, mesh: DeviceMesh) -> Any:
 
 
 _hooks: list[tuple[weakref.ref[object], RemovableHandle]] = []
+_makes_state: ContextVar[bool] = ContextVar("makes_state", default=False)
 
 
 def at_steps(register: Callable[[Any], RemovableHandle], owner: object, hook: Callable[..., None]) -> None:
@@ -193,6 +196,21 @@ def at_steps(register: Callable[[Any], RemovableHandle], owner: object, hook: Ca
         _hooks.remove(known)
         known[1].remove()
     _hooks.append((weakref.ref(owner), register(hook)))
+
+
+@contextmanager
+def state_only() -> Iterator[None]:
+    """Let an optimizer's step, by which it makes its state, count as none of the training loop."""
+    token = _makes_state.set(True)
+    try:
+        yield
+    finally:
+        _makes_state.reset(token)
+
+
+def makes_state() -> bool:
+    """True while an optimizer steps to make its state alone."""
+    return _makes_state.get()
 
 
 def _is_open(group: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.runtime.collectives.statements import StatementPart
-from autopar.runtime.optimizers.optimizers import at_steps
+from autopar.runtime.optimizers.optimizers import at_steps, makes_state
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.tree.user_tree import UserTree
 from autopar.torch_seams.modes import without_subclass_functions
@@ -94,9 +94,10 @@ class ParameterChanges:
         own = {*map(id, self._tree.parameters()), *map(id, self._tree.nothing)}
         if not any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
             return
-        self._steps += 1
+        made = makes_state()
+        self._steps += not made
         self._count_writes(optimizer)
-        if len(self._rates) < KEPT:
+        if len(self._rates) < KEPT and not made:
             self._rates.append((type(optimizer).__name__, *_options(optimizer.param_groups)))
         self._versions = self._read()
 
