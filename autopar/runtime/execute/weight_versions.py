@@ -45,6 +45,16 @@ class WeightVersions:
 
         return find_copy
 
+    def begin(self) -> None:
+        """Take the first batch's gradient at the weights that were loaded, or else at those of now."""
+        for target, copied in self._copies[self.turn].items():
+            newest = local(self._find[target]())
+            _copy(copied, self._loaded.get(target, newest))
+
+    def end(self) -> None:
+        """Forget what was loaded: another loop begins at the weights of then."""
+        self._loaded = {}
+
     def next_turn(self) -> int:
         """Begin a step: its turn. The weights of now are those of the batch after it."""
         turn, self.turn, self._loaded = self.turn, 1 - self.turn, {}
@@ -57,7 +67,7 @@ class WeightVersions:
         return {target: local(copied).detach() for target, copied in self._copies[self.turn].items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the next batch's gradient at these; before the first step."""
+        """Take the first batch's gradient of the loop that begins at these."""
         self._loaded = state
 
 

@@ -161,9 +161,7 @@ class RunState:
         """Load the save at `path`, which has been checked; collective."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        wanted: dict[str, Any] = (
-            {"model": self._model_state()} if only_model else self._wanted(path, state)
-        )
+        wanted: dict[str, Any] = {"model": self._model_state()} if only_model else self._wanted(path, state)
         load_tensors(wanted, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
         set_model_state_dict(self.model, wanted["model"])
         if only_model:

@@ -27,6 +27,7 @@ from autopar.runtime.execute.weight_versions import WeightVersions
 from autopar.runtime.islands.exchanges import SavedExchange
 from autopar.runtime.programs.program_cache import Entry
 from autopar.schedules.unflushed import COPIES
+from autopar.torch_seams.tensors import version_of
 from autopar.trace.call.call_signature import Arguments, flatten_arguments, split_inputs
 from autopar.trace.micro_batches import MicroBatch
 from autopar.units import show_bytes, show_seconds
@@ -47,6 +48,7 @@ class StaleSteps:
     in_loop: bool = False
     batch: Any = _END  # that the body takes
     coming: Any = _END  # the one after it
+    writes: Sequence[int] = ()  # to the tensors of this batch, when it came
     under_way: StagedProgram | None = None  # in which the next batch has begun
     has_room: list[StagedProgram] = field(default_factory=list)
 
@@ -67,9 +69,11 @@ class StaleSteps:
     def _require(self, call: Arguments) -> None:
         """Raise InputError for a step of another batch than the loop's."""
         wanted = None if self.batch is _END else call_of(self.batch)
-        if wanted is not None and wanted.key == call.key and all(map(is_, wanted.tensors, call.tensors)):
-            return
         where = "outside of autopar.steps" if not self.in_loop else "of other tensors than the loop's batch"
+        if wanted is not None and wanted.key == call.key and all(map(is_, wanted.tensors, call.tensors)):
+            if writes_to(wanted) == self.writes:
+                return
+            where = "of a batch that was written in place after the loader gave it"
         raise InputError(
             where=f"train_step with updates={self.rule}",
             found="a second step in the body of the loop" if wanted is None and self.in_loop else where,
@@ -132,6 +136,24 @@ def call_of(batch: Any) -> Arguments:
     return flatten_arguments(args, kwargs)
 
 
+def writes_to(call: Arguments) -> list[int]:
+    """How often each tensor of a call was written in place."""
+    return [version_of(tensor) for tensor in call.tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnBatch:
+    """A batch of a loader, if there was one, and the `writes` to its tensors when it came."""
+
+    batch: Any = _END
+    writes: Sequence[int] = ()
+
+
+def _drawn(batches: Iterator[Any]) -> _DrawnBatch:
+    batch = next(batches, _END)
+    return _DrawnBatch() if batch is _END else _DrawnBatch(batch, writes_to(call_of(batch)))
+
+
 class StaleExchange(SavedExchange):
     """Lets the loop be a batch ahead of its body."""
 
@@ -139,12 +161,12 @@ class StaleExchange(SavedExchange):
         self.stale, self.said = stale, str(stale.rule)
 
     def ahead(self, batches: Iterator[T], flushes: Callable[[], bool]) -> Iterator[T]:
-        held: Any = next(batches, _END)
-        while held is not _END:
+        held = _drawn(batches)
+        while held.batch is not _END:
             stops = flushes()
-            coming: Any = _END if stops else next(batches, _END)
-            self.stale.batch, self.stale.coming = held, coming
-            yield held
+            coming = _DrawnBatch() if stops else _drawn(batches)
+            self.stale.batch, self.stale.writes, self.stale.coming = held.batch, held.writes, coming.batch
+            yield held.batch
             if self.stale.batch is not _END and self.stale.under_way is not None:
                 raise InputError(
                     where=f"autopar.steps with updates={self.said}",
@@ -152,16 +174,18 @@ class StaleExchange(SavedExchange):
                     wanted="a step of each batch",
                     remedy="choose samples in the loader",
                 )
-            held = next(batches, _END) if stops else coming
+            held = _drawn(batches) if stops else coming
 
     @contextmanager
     def around(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         self.stale.in_loop = True
+        self.stale.versions.begin()
         try:
             yield
         finally:
             self.stale.in_loop = False
             self.stale.drop()
+            self.stale.versions.end()
 
     def save(self, folder: Path, step: int, keep: int) -> None:
         if self.stale.under_way is not None:

@@ -183,6 +183,30 @@ def test_copies_of_the_weights_must_fit() -> None:
         StaleSteps(Stale()).require_room(plan)
 
 
+def train_again(folder: Path) -> None:
+    """On a rank: two loops of one module, the second from new weights, then one that is broken off and goes
+    on."""
+    made = parallel(2)
+    begun = make_net().state_dict()
+    train(made, folder / "before", ends=5)
+    made.load_state_dict(begun)
+    taken, state = train(made, folder / "whole")
+    losses, newest = wanted(taken)
+    assert losses == pytest.approx([loss for _, loss in taken], abs=TOLERANCE)
+    for name, tensor in newest.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=TOLERANCE)
+    made.load_state_dict(begun)
+    train(made, folder / "parts", ends=5)
+    _, again = train(made, folder / "parts")
+    for name, tensor in state.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_each_loop_begins_at_the_weights_of_then(tmp_path: Path) -> None:
+    run_function(train_again, 2, tmp_path)
+
+
 def step_wrongly(case: str, folder: Path) -> None:
     """On a rank: what the loop can't have."""
     made, samples = parallel(2), batches()
@@ -190,6 +214,8 @@ def step_wrongly(case: str, folder: Path) -> None:
     if case == "outside":
         made.train_step(*samples[:SIZE])
     for number, (x, y) in enumerate(run := autopar.steps(made, loader, folder=folder)):
+        if case == "written":
+            x.mul_(1.5)
         if case == "other":
             made.train_step(x.clone(), y)
         if case != "none" or not number:
@@ -206,6 +232,7 @@ def step_wrongly(case: str, folder: Path) -> None:
     [
         ("outside", "outside of autopar.steps"),
         ("other", "of other tensors than the loop's batch"),
+        ("written", "of a batch that was written in place"),
         ("twice", "a second step in the body"),
         ("none", "a body without train_step"),
         ("save", "a step in which the next batch has begun"),
