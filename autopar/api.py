@@ -355,8 +355,8 @@ def verify(
     reference in one process: a server's events are replayed. `stale(1)` is proved as plans are, on the whole
     cluster.
     """
-    check_target("verify", target)
     asked = Options(VERIFY, **options)
+    check_target("verify", target)
     rule = read_updates(updates)
     if rule is not None and not isinstance(rule, Stale):
         part, count = island_cluster(cluster, islands)
