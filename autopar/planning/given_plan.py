@@ -96,15 +96,16 @@ def as_stages_lie(plan: Plan, graph: Graph, micro_batches: int) -> Plan:
     Raises InputError for one with operators or outputs of its own, as nothing is planned anew.
     """
     meshes = " + ".join(map(str, plan.pipeline.meshes))
+    planned = {(layer.name, layer.op, layer.module) for layer in plan.layers}
+    known = all((item.name, str(item.target), item.module) in planned for item in graph.operators)
     for program in plan.programs:
-        names = {item.name for item in graph.operators}
-        if not names <= program.strategies.keys() or not {*graph.outputs} <= program.outputs.keys():
+        if not known or not {*graph.outputs} <= program.outputs.keys():
             raise InputError(
                 where="another kind of call of the parallel module",
                 found=f"stages on meshes {meshes}, and other operators or outputs than the step's that was "
                 "planned",
-                wanted="calls that compute the planned loss, as train_step and eval_step do",
-                remedy="use eval_step, or give all stages one mesh",
+                wanted="calls that compute the planned loss by operators of the planned step",
+                remedy="give all stages one mesh, or evaluate the serial model that autopar.full gives",
             )
         check_program(program, graph)
     programs = tuple(_of_values(program, graph) for program in plan.programs)

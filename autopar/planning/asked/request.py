@@ -189,6 +189,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     if request.compile:
         request = _compiled(request)
     ranks, count = _numbers(options, values, cluster)
+    ranks = len(own) or ranks
     if request.mesh:
         _check_mesh(request.mesh, cluster, ranks or 1)
     if request.offload is Offload.ALL:

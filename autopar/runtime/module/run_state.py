@@ -96,6 +96,26 @@ class RunState:
         }
         return {"model": self._model_state(), "optimizer": named}
 
+    def written(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `tensors` that this rank writes: others have the rest, perhaps in other parts."""
+        placed = {
+            f"{path}." if path else "": runner_of(module).tensors
+            for path, module in self.model.named_modules()
+            if isinstance(module, ParallelModule)
+        }
+
+        def writes(name: str) -> bool:
+            inside = (each for each in placed if name.startswith(each))
+            return all(placed[each].writes(name.removeprefix(each)) for each in inside)
+
+        return {
+            "model": {name: item for name, item in tensors["model"].items() if writes(name)},
+            "optimizer": {
+                number: {name: item for name, item in states.items() if writes(name)}
+                for number, states in tensors["optimizer"].items()
+            },
+        }
+
     def _by_names(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """An optimizer's state dict by names; collective.
 

@@ -91,7 +91,7 @@ def save(
         parts = run.parts()
         run.require_alike(parts)
         require_alike_extra(where, extra)
-        tensors = run.tensors()
+        tensors = run.written(run.tensors())
         forms = merged(everybody(run.forms(tensors["model"])))
         state = {
             **parts,

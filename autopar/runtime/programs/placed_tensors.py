@@ -349,7 +349,17 @@ class PlacedTensors:
         """Whether this pipeline rank counts the parameter; of several that hold it, the first one does."""
         if not self._holders or self._mesh is None:
             return True
-        return self._holders[name][0] == self.pipeline.placed(dist.get_rank(), self._mesh[0].num_devices)[0]
+        return self._holders[name][0] == self._pipeline_rank()
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank saves what it has of a tensor; of unlike stages with it the first does."""
+        part = self._parts.get(name)
+        holders = self._holders.get(part.target, ()) if part and self.pipeline.meshes else ()
+        return not holders or self._mesh is None or holders[0] == self._pipeline_rank()
+
+    def _pipeline_rank(self) -> int:
+        assert self._mesh is not None
+        return self.pipeline.placed(dist.get_rank(), self._mesh[0].num_devices)[0]
 
     def require_placed(self) -> None:
         """Raise InputError before a plan has said where parameters lie."""
