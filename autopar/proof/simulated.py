@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import CheckError, RuleError
-from autopar.runtime.collectives.grouped_moves import TOGETHER
+from autopar.runtime.collectives.grouped_moves import GROUPED, TOGETHER
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
@@ -332,6 +332,16 @@ def _gather_together(ranks: Sequence[Arguments]) -> list[Any]:
     return [fulls] * count
 
 
+def _handles(ranks: Sequence[Arguments]) -> list[Any]:
+    """A list of one for each rank, in which nothing is read."""
+    return [[rank["xs"][0].new_zeros(1)] for rank in ranks]
+
+
+def _waited_together(ranks: Sequence[Arguments]) -> list[Any]:
+    """The gather of what comes behind the handle."""
+    return _gather_together([{**rank, "xs": rank["xs"][1:]} for rank in ranks])
+
+
 MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "p_to_r": _sum_everywhere,
     "p_to_b": _sum_everywhere,
@@ -375,4 +385,6 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     },
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all
     **{WAIT + name: _waited for name in HALVED},
+    **{START + name: _handles for name in GROUPED},  # and of several moves the second
+    **{WAIT + name: _waited_together for name in GROUPED},
 }
