@@ -183,7 +183,8 @@ class RunState:
             parameter.grad = None
         wanted: dict[str, Any] = {"model": self._model_state()} if only_model else self._wanted(path, state)
         load_tensors(wanted, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
-        set_model_state_dict(self.model, wanted["model"])
+        strict = StateDictOptions(strict=bool(wanted["model"]))  # a stage may have nothing
+        set_model_state_dict(self.model, wanted["model"], options=strict)
         if only_model:
             return
         for number, item in enumerate(self.optimizers):

@@ -272,6 +272,40 @@ def test_a_signal_on_one_rank_has_all_leave_after_the_same_step(pools: Pools, tm
     assert [path.name for path in tmp_path.iterdir()] == ["save-000001"]
 
 
+def _with_an_empty_stage(folder: Path) -> tuple[int, int]:
+    """Numbers in this rank's parameters, and steps of a run that was left and went on."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(4, 4), *(nn.Tanh() for _ in range(8)))
+    model: ParallelModule = autopar.parallelize(
+        net,
+        ClusterSpec.local(2),
+        (x, x),
+        loss_fn=F.mse_loss,
+        stages=2,
+        micro_batches=2,
+        measure=False,
+        quiet=True,
+    )
+    data, optimizer = TensorDataset(x, x), torch.optim.AdamW(model.parameters(), 1e-2)
+    loader = DataLoader(data, batch_sampler=model.sampler(data))
+    for end in (3, None):
+        for batch in (
+            loop := autopar.steps(model, loader, folder=folder, optimizer=optimizer, epochs=5, save_every=2)
+        ):
+            model.train_step(*batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loop.step + 1 == end:
+                break
+    return sum(item.numel() for item in model.parameters()), loop.step
+
+
+def test_a_run_is_saved_where_a_stage_has_no_weights(pools: Pools, tmp_path: Path) -> None:
+    found = pools(2).run(_with_an_empty_stage, tmp_path)
+    assert 0 in [held for held, _ in found] and [step for _, step in found] == [5, 5]
+
+
 def _samples(options: dict[str, int]) -> range:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
