@@ -35,6 +35,8 @@ from autopar.runtime.collectives.local_sockets import Wires, connect
 
 _groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
 _listed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]] = WeakKeyDictionary()
+# All groups of each key, also those of other ranks: alike on all.
+_made: WeakKeyDictionary[ProcessGroup, dict[str, list[tuple[int, ...]]]] = WeakKeyDictionary()
 _blocks: WeakKeyDictionary[ProcessGroup, tuple[tuple[Mesh, int], ...]] = WeakKeyDictionary()
 _wires: WeakKeyDictionary[ProcessGroup, Wires | None] = WeakKeyDictionary()
 _viewpoint: ContextVar[int | None] = ContextVar("rank", default=None)
@@ -58,18 +60,13 @@ def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta, copies: int = 
             wanted=f"a world of {mesh.num_devices * copies} ranks",
             remedy="start one process for each device, e.g. with torchrun, and initialise torch.distributed",
         )
-    known = _groups.setdefault(world, WeakValueDictionary())
-    for key in sorted(set(keys) - set(known)):
+    firsts = range(0, dist.get_world_size(), mesh.num_devices)
+    for key in sorted(set(keys)):
         if parse_key(key)[0] != mesh.even:
             raise InputError(
                 where="groups.setup", found=key, wanted=f"keys of mesh {mesh}", remedy="use Mesh.key"
             )
-        known[key] = _mine(_create(key, world, timeout))
-
-
-def _mine(group: ProcessGroup | None) -> ProcessGroup:
-    assert group is not None
-    return group
+        _create(key, firsts, world, timeout)
 
 
 def setup_unlike(meshes: Sequence[Mesh], *, timeout: timedelta) -> None:
@@ -86,13 +83,11 @@ def setup_unlike(meshes: Sequence[Mesh], *, timeout: timedelta) -> None:
     for mesh in meshes:
         blocks.append((mesh.even, first))
         first += mesh.num_devices
-    _blocks[world] = tuple(blocks)
-    known = _groups.setdefault(world, WeakValueDictionary())
     for mesh in dict.fromkeys(mesh for mesh, _ in blocks):
+        firsts = [start for block, start in blocks if block == mesh]
         for key in (mesh.key(axes) for count in mesh.axes for axes in combinations(mesh.axes, count + 1)):
-            mine = None if key in known else _create(key, world, timeout)
-            if mine is not None:
-                known[key] = mine
+            _create(key, firsts, world, timeout)
+    _blocks[world] = tuple(blocks)
 
 
 def first_of(mesh: Mesh) -> int:
@@ -103,41 +98,44 @@ def first_of(mesh: Mesh) -> int:
 def _first(mesh: Mesh, rank: int) -> int:
     world = dist.group.WORLD
     for block, first in _blocks.get(world, ()) if world is not None else ():
-        if first <= rank < first + block.num_devices:
+        if block == mesh.even and first <= rank < first + block.num_devices:
             return first
     return rank // mesh.num_devices * mesh.num_devices
 
 
-def _groups_of(key: str) -> list[tuple[int, ...]]:
-    """All groups of a key in the world, in order."""
-    world, mesh = dist.group.WORLD, parse_key(key)[0]
-    blocks = _blocks.get(world) if world is not None else None
-    copies = range(0, dist.get_world_size(), mesh.num_devices)
-    firsts = [first for block, first in blocks if block == mesh] if blocks else copies
-    places = range(mesh.num_devices)
-    return sorted({_ranks(key, first + place, first) for first in firsts for place in places})
+def _create(key: str, firsts: Sequence[int], world: ProcessGroup, timeout: timedelta) -> None:
+    """Make the groups of a key in the copies of its mesh that begin at `firsts`, but for those that exist.
 
-
-def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup | None:
-    """Every rank creates every group of the key, in the same order: new_group is collective. None on ranks
-    whose mesh is another."""
-    mine = None
-    for ranks in _groups_of(key):
-        if len(ranks) == dist.get_world_size():
-            mine = world
-            break
-        group = dist.new_group(list(ranks), timeout=timeout)
+    Every rank makes every group, in the same order: new_group is collective. Raises InputError on all ranks
+    where another plan's groups of the key lie across these: a rank has one group of a key.
+    """
+    made = _made.setdefault(world, {}).setdefault(key, [])
+    places = range(parse_key(key)[0].num_devices)
+    wanted = sorted({_ranks(key, first + place, first) for first in firsts for place in places})
+    missing = [ranks for ranks in wanted if ranks not in made]
+    if across := [ranks for ranks in made if any({*ranks} & {*other} for other in missing)]:
+        raise InputError(
+            where=f"process groups {key}",
+            found=f"ranks {across[0]} in one group, by another plan in the same processes",
+            wanted=f"{missing[0]}, where this plan's stages have their meshes",
+            remedy="run one of the two plans in processes of its own",
+        )
+    for ranks in missing:
+        group = world if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks), timeout=timeout)
+        made.append(ranks)
         if dist.get_rank() in ranks:
-            mine = group
-    if mine is None:
-        return None
-    if dist.get_backend(mine) == dist.Backend.NCCL:
+            _keep(key, group, world, timeout)
+
+
+def _keep(key: str, group: ProcessGroup, world: ProcessGroup, timeout: timedelta) -> None:
+    """Have a group of this rank's, ready for messages."""
+    _groups.setdefault(world, WeakValueDictionary())[key] = group
+    if dist.get_backend(group) == dist.Backend.NCCL:
         # NCCL builds a communicator at its first use, which must be by all of its ranks; in a
         # halo exchange some may have nothing to say.
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=mine)
-    elif mine not in _wires:
-        _wires[mine] = connect(mine, timeout)
-    return mine
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    elif group not in _wires:
+        _wires[group] = connect(group, timeout)
 
 
 def of_ranks(ranks: Sequence[int], *, timeout: timedelta) -> ProcessGroup | None:

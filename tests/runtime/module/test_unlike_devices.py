@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.device_groups import DeviceGroup, GroupLink
+from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.whole_tensors import full_of
@@ -193,7 +195,7 @@ def test_stages_lie_on_the_groups_that_the_plan_chose(pools: Pools, tmp_path: Pa
 
 def _meshes(mesh: str, folder: Path, start: int | None, options: dict[str, Any]) -> None:
     """Stages on meshes of their own; `start` is where the second one begins, if not where the plan says."""
-    cluster, count = ClusterSpec.local(dist.get_world_size()), mesh.count("+") + 1
+    cluster, count = ClusterSpec.local(int(os.environ["WORLD_SIZE"])), mesh.count("+") + 1
     asked = {"mesh": mesh, "stages": count, "micro_batches": 4, **options}
     costs, force = str(folder / "costs.db"), asked.pop("force", None)
     if start is None:
@@ -226,7 +228,7 @@ def test_a_tied_weight_on_unlike_meshes_is_one_and_even_plans_load_what_is_saved
     pools: Pools, tmp_path: Path, mesh: str
 ) -> None:
     """The second stage begins between the two layers that share a weight, which it has in other parts."""
-    pools(3).run(_meshes, mesh, tmp_path, 9, {"force": "filter"}, timeout=180.0)
+    run_function(_meshes, 3, mesh, tmp_path, 9, {"force": "filter"})
     pools(2).run(_loads, tmp_path)
 
 
@@ -242,7 +244,19 @@ def test_a_tied_weight_on_unlike_meshes_is_one_and_even_plans_load_what_is_saved
     ],
 )
 def test_stages_on_meshes_of_their_own_train_as_the_serial_model_does(
-    pools: Pools, tmp_path: Path, mesh: str, options: dict[str, Any]
+    tmp_path: Path, mesh: str, options: dict[str, Any]
 ) -> None:
     sizes = {"1+3": 4, "2+1+1": 4, "3+1": 4, "1:2+1": 3, "2x1+1x2": 4}
-    pools(sizes[mesh]).run(_meshes, mesh, tmp_path, None, options, timeout=180.0)
+    run_function(_meshes, sizes[mesh], mesh, tmp_path, None, options)
+
+
+def _two_layouts(folder: Path) -> None:
+    _meshes("2+1", folder, None, {})
+    with pytest.raises(autopar.AutoparError, match="in one group, by another plan in the same processes"):
+        _meshes("1+2", folder, None, {})
+    _steps(parallel("batch", str(folder / "even.db"), ClusterSpec.local(3)), 1, range(2))
+
+
+@pytest.mark.slow
+def test_meshes_that_lie_across_those_of_another_plan_are_refused_and_even_ones_go_on(tmp_path: Path) -> None:
+    run_function(_two_layouts, 3, tmp_path)
