@@ -104,7 +104,7 @@ def _first(mesh: Mesh, rank: int) -> int:
 
 
 def _create(key: str, firsts: Sequence[int], world: ProcessGroup, timeout: timedelta) -> None:
-    """Make the groups of a key in the copies of its mesh that begin at `firsts`, but for those that exist.
+    """Make the groups of a key, unless they exist, in copies of its mesh that begin at `firsts`.
 
     Every rank makes every group, in the same order: new_group is collective. Raises InputError on all ranks
     where another plan's groups of the key lie across these: a rank has one group of a key.

@@ -97,7 +97,7 @@ class RunState:
         return {"model": self._model_state(), "optimizer": named}
 
     def written(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `tensors` that this rank writes: others have the rest, perhaps in other parts."""
+        """Tensors that this rank writes: others have the rest, perhaps in other parts."""
         placed = {
             f"{path}." if path else "": runner_of(module).tensors
             for path, module in self.model.named_modules()
