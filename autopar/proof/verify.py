@@ -158,7 +158,8 @@ def train_stale_eagerly(
         for number, micro in enumerate(batch):
             torch.manual_seed(seed(0, number))
             call = eager_call(taken, arguments, micro.tensors, loss_fn)
-            _, loss = run_eagerly(taken, call, loss_fn)
+            with _running_in_float64():
+                _, loss = run_eagerly(taken, call, loss_fn)
             assert loss is not None
             if micro.weight:
                 total = total + micro.weight * loss

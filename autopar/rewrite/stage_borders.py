@@ -122,58 +122,43 @@ def borders(
     after: tuple[Dims, Sequence[Crossing]] | None,
 ) -> StageBorders:
     """The messages of the rank at `place` of a stage's mesh with the stages `before` and `after` it."""
-    received, sent_back = _with_stage_before(place, here, *before) if before else ((), ())
-    sent, received_back = _with_stage_after(place, here, *after) if after else ((), ())
-    return StageBorders(received, sent, received_back, sent_back)
+    received, sent, received_back, sent_back = (list[StageMessage]() for _ in range(4))
+    for each, other in _each_with(before):
+        received += _arriving(place, each.received, _onward(each, other, here))
+        sent_back += _leaving(place, each.received, _back(each, other, here))
+    for each, other in _each_with(after):
+        sent += _leaving(place, each.sent, _onward(each, here, other))
+        received_back += _arriving(place, each.sent, _back(each, here, other))
+    return StageBorders(tuple(received), tuple(sent), tuple(received_back), tuple(sent_back))
 
 
-Items = tuple[StageMessage, ...]
+def _each_with(neighbour: tuple[Dims, Sequence[Crossing]] | None) -> Iterator[tuple[Crossing, Dims]]:
+    """The values that cross to or from a neighbouring stage, if there is one, with the dims there."""
+    if neighbour is not None:
+        dims, values = neighbour
+        yield from ((each, dims) for each in values)
 
 
-def _with_stage_before(
-    place: int, here: Dims, other: Dims, values: Sequence[Crossing]
-) -> tuple[Items, Items]:
-    """The messages that a rank receives, and those of gradients that it sends back."""
-    received = tuple(
-        StageMessage(each.received, item.sender, item.received)
-        for each in values
-        for item in messages(each.name, MeshSide(other, each.source), MeshSide(here, each.target))
-        if item.receiver == place
-    )
-    sent_back = tuple(
-        StageMessage(each.received, item.receiver, item.sent)
-        for each in values
-        for item in _back(each, sender=other, receiver=here)
-        if item.sender == place
-    )
-    return received, sent_back
+def _arriving(place: int, number: int, items: Iterator[PartMessage]) -> Iterator[StageMessage]:
+    """Messages that the rank at `place` receives, of the value with this `number`."""
+    return (StageMessage(number, item.sender, item.received) for item in items if item.receiver == place)
 
 
-def _with_stage_after(place: int, here: Dims, other: Dims, values: Sequence[Crossing]) -> tuple[Items, Items]:
-    """The messages that a rank sends, and those of gradients that it receives back."""
-    sent = tuple(
-        StageMessage(each.sent, item.receiver, item.sent)
-        for each in values
-        for item in messages(each.name, MeshSide(here, each.source), MeshSide(other, each.target))
-        if item.sender == place
-    )
-    received_back = tuple(
-        StageMessage(each.sent, item.sender, item.received)
-        for each in values
-        for item in _back(each, sender=here, receiver=other)
-        if item.receiver == place
-    )
-    return sent, received_back
+def _leaving(place: int, number: int, items: Iterator[PartMessage]) -> Iterator[StageMessage]:
+    """Messages that the rank at `place` sends, of the value with this `number`."""
+    return (StageMessage(number, item.receiver, item.sent) for item in items if item.sender == place)
 
 
-def _back(value: Crossing, *, sender: Dims, receiver: Dims) -> Iterator[PartMessage]:
+def _onward(value: Crossing, sender: Dims, receiver: Dims) -> Iterator[PartMessage]:
+    """The messages of a value from one stage to the next."""
+    return messages(value.name, MeshSide(sender, value.source), MeshSide(receiver, value.target))
+
+
+def _back(value: Crossing, sender: Dims, receiver: Dims) -> Iterator[PartMessage]:
     """The messages of a value's gradient, from the value's receivers to its senders."""
     if value.learns:
-        source, target = (
-            MeshSide(receiver, transposed(value.target)),
-            MeshSide(sender, transposed(value.source)),
-        )
-        yield from messages(value.name, source, target)
+        source = MeshSide(receiver, transposed(value.target))
+        yield from messages(value.name, source, MeshSide(sender, transposed(value.source)))
 
 
 def _parts(name: str, side: MeshSide) -> list[Part]:
