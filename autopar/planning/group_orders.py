@@ -77,7 +77,8 @@ def _names(part: ClusterSpec) -> str:
 def pace_of(priced: PricedProgram) -> float:
     """The part of a program's seconds that it takes if each rank does what it can; 1 for like ranks.
 
-    It is K over the sum of the ranks' speeds against that of the slowest devices of all."""
+    It is K over the sum of the ranks' speeds against that of the slowest devices of all.
+    """
     ranks = range(len(priced.prices.ranks))
     if not ranks or priced.cost.micro_batch <= 0:
         return 1.0

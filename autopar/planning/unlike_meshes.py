@@ -58,8 +58,6 @@ from autopar.solve.stages.step import share_of, step_of
 KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage a rank: whose messages are sent here
 MOST_STAGED_GROUPS = 4  # of unlike sizes, each of which may be one stage
 BYTE_PRICES = (0.0, 1 / 16, 1 / 4, 1.0, 4.0)  # of a step's seconds, what all its bytes may cost
-
-
 GAP = "the gap covers"
 GAP_NOTE = f"{GAP} all cuts into stages on these meshes, of operators that are split as here"
 

@@ -61,7 +61,7 @@ class StageMail:
 
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
-        self._start([])
+        self._works += self._start([])
         for work in self._works:
             work.wait()
         self._works.clear()
