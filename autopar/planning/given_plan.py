@@ -96,8 +96,9 @@ def as_stages_lie(plan: Plan, graph: Graph, micro_batches: int) -> Plan:
     Raises InputError for one with operators or outputs of its own, as nothing is planned anew.
     """
     meshes = " + ".join(map(str, plan.pipeline.meshes))
-    planned = {(layer.name, layer.op, layer.module) for layer in plan.layers}
-    known = all((item.name, str(item.target), item.module) in planned for item in graph.operators)
+    planned = {(layer.name, layer.op, layer.module): place for place, layer in enumerate(plan.layers)}
+    places = [planned.get((item.name, str(item.target), item.module), -1) for item in graph.operators]
+    known = -1 not in places and places == sorted(places)
     for program in plan.programs:
         if not known or not {*graph.outputs} <= program.outputs.keys():
             raise InputError(
@@ -109,7 +110,8 @@ def as_stages_lie(plan: Plan, graph: Graph, micro_batches: int) -> Plan:
             )
         check_program(program, graph)
     programs = tuple(_of_values(program, graph) for program in plan.programs)
-    pipeline = replace(plan.pipeline, micro_batches=micro_batches)
+    starts = tuple(sum(place < start for place in places) for start in plan.pipeline.starts)
+    pipeline = replace(plan.pipeline, micro_batches=micro_batches, starts=starts)
     return replace(plan, program=programs[0], programs=programs, pipeline=pipeline)
 
 

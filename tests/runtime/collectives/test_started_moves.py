@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
 from autopar.rewrite.render import describe
-from autopar.runtime.collectives import groups, transport
+from autopar.runtime.collectives import groups, started_moves, transport
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.saved import regather
 from tests.pool import Pool
@@ -136,18 +137,18 @@ def test_backward_starts_what_came_next_in_the_last_one(monkeypatch: pytest.Monk
 
 
 def _train_cast(overlap: bool, reduce_dtype: str, wired: bool) -> tuple[int, list[torch.Tensor]]:
-    """Trains in bfloat16 with weights in shards; gathers of bfloat16 that were started, and the weights."""
-    started, gather = [0], transport.start_all_gather
+    """Trains in bfloat16 with weights in shards; moves of bfloat16 begun in halves, and the weights."""
+    started, begin = [0], started_moves.begin
 
-    def start_all_gather(full: torch.Tensor, *args: object) -> object:
-        started[0] += full.dtype is torch.bfloat16
-        return gather(full, *args)  # type: ignore[arg-type]
+    def begin_one(handle: torch.Tensor, finish: Callable[[], Any]) -> torch.Tensor:
+        started[0] += handle.dtype is torch.bfloat16
+        return begin(handle, finish)
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.Tanh(), torch.nn.Linear(32, 12))
     x = torch.randn(8, 12)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "start_all_gather", start_all_gather)
+        patch.setattr(started_moves, "begin", begin_one)
         if not wired:
             patch.setattr(groups, "wires", lambda _: None)
         ours = autopar.parallelize(
