@@ -96,7 +96,7 @@ class MeshProblem:
         self.dims = dims_of(self.graph, self.mesh, self.request.imbalance)
         self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.plain_prices()
-        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
+        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles, self.request.stored)
 
     dims: Dims = dataclasses.field(init=False)
     groups: FusedGroups | None = dataclasses.field(init=False)

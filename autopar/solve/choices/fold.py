@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from autopar.core.force import Pins
-from autopar.core.graph import Graph, Operator
+from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.placement import Layout
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import text_of
 
@@ -48,15 +49,23 @@ class BlockRun:
 
 
 def fold(
-    graph: Graph, dims: Dims, pins: Pins | None = None, roles: Mapping[str, object] | None = None
+    graph: Graph,
+    dims: Dims,
+    pins: Pins | None = None,
+    roles: Mapping[str, object] | None = None,
+    stored: Mapping[str, Layout] | None = None,
 ) -> Folding:
     """Find the run of equal blocks that covers most operators, then others before and behind it; equal ones
-    are pinned alike, and have the same role, if any, in what a compiler fuses."""
+    are pinned alike, have the same role, if any, in what a compiler fuses, and weights that lie alike where
+    these are `stored` (by target) already."""
     operators = graph.operators
+    states = (item for item in graph.inputs if item.kind is not InputKind.USER)
+    lie = {item.name: stored[item.target] for item in states if stored and item.target in stored}
     numbers: dict[Any, int] = {}
     signs = tuple(
         numbers.setdefault(
-            (_sign(item, graph, dims), pin_of(item, pins or {}), (roles or {}).get(item.name)), len(numbers)
+            (_sign(item, graph, dims, lie), pin_of(item, pins or {}), (roles or {}).get(item.name)),
+            len(numbers),
         )
         for item in operators
     )
@@ -90,9 +99,9 @@ def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
     return None if pin is None else tuple(pin)
 
 
-def _sign(operation: Operator, graph: Graph, dims: Dims) -> Any:
+def _sign(operation: Operator, graph: Graph, dims: Dims, lie: Mapping[str, Layout]) -> Any:
     specs, atoms = graph.specs, dims.atoms.of
-    args = text_of(operation, lambda name: f"{specs[name]}{atoms[name]}")
+    args = text_of(operation, lambda name: f"{specs[name]}{atoms[name]}{lie.get(name, '')}")
     results = tuple(f"{specs[name]}{atoms[name]}" if name else "" for name in operation.results)
     return operation.target, args, results
 

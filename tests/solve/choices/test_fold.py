@@ -9,8 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autopar.core.graph import Graph, Ref
+from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
+from autopar.core.placement import Shard
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.choices.fold import Folding, _longest_run, fold
@@ -63,6 +64,17 @@ def test_operators_at_one_place_of_all_blocks_are_one_class(count: int) -> None:
     assert {names[0], names[-1]} == {name for name in names if folding.class_of[name] == name} - {*inner[1]}
     for place in range(3):
         assert {folding.class_of[block[place]] for block in inner} == {inner[1][place]}
+
+
+def test_weights_that_lie_unlike_are_of_unlike_blocks() -> None:
+    """As in a later program of a model, which takes them where they are."""
+    graph = blocks(5)
+    weights = [item.target for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    stored = {name: (Shard(0),) for name in weights}
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    assert fold(graph, dims, stored=stored).count == 5
+    stored[weights[-1]] = (Shard(1),)  # of the last block's last operator
+    assert fold(graph, dims, stored=stored).count == 4
 
 
 def skips(near: Sequence[bool]) -> Graph:
