@@ -146,8 +146,9 @@ def _not_read(path: Path, found: str) -> InputError:
 
 
 def read_part(tensor: TensorInFile, part: Part, into: Tensor) -> int:
-    """Read a part of a tensor in a file into a rank's own; returns the bytes that were read."""
-    mine = torch.empty(part.shape, dtype=tensor.dtype)
+    """Read a part of a tensor in a file into a rank's own, in place where it can; returns the bytes."""
+    is_alike = into.device.type == "cpu" and into.dtype == tensor.dtype and into.is_contiguous()
+    mine = into.detach() if is_alike else torch.empty(part.shape, dtype=tensor.dtype)
     count = 0
     with tensor.path.open("rb", buffering=0) as file:
         for place, view in _runs(tensor, part, mine):
@@ -155,7 +156,10 @@ def read_part(tensor: TensorInFile, part: Part, into: Tensor) -> int:
                 count, place, view = count + done, place + done, view[done:]
     if count != mine.nbytes:
         raise _not_read(tensor.path, f"an end after {count} bytes of {mine.nbytes}")
-    into.copy_(mine)
+    if is_alike:
+        torch.autograd.graph.increment_version(into)
+    else:
+        into.copy_(mine)
     return count
 
 

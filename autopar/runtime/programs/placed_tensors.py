@@ -208,8 +208,9 @@ class PlacedTensors:
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
         if full.is_meta:
-            values = torch.zeros(full.shape, dtype=full.dtype)
-            return values.fill_(float("nan")) if may_learn(full.dtype) else values
+            value = torch.zeros((), dtype=full.dtype)
+            value = value.fill_(float("nan")) if may_learn(full.dtype) else value
+            return value.expand(full.shape)  # which takes no memory
         dense = {"memory_format": torch.contiguous_format} if full.layout is torch.strided else {}
         values = full.detach().clone(**dense)
         if self._from_rank_0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +161,63 @@ def test_a_tied_weight_is_loaded_by_whichever_name_files_have_and_two_values_are
     (tmp_path / "model").mkdir()
     save_model(seeded_net(), str(tmp_path / "model" / "model.safetensors"))
     pools(2).run(_loads_ties, case, tmp_path)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+ROWS = 1 << 18  # of a table of 64 MiB
+IN_USE, AT_MOST = re.compile(r"^VmRSS:\s+(\d+) kB", re.M), re.compile(r"^VmHWM:\s+(\d+) kB", re.M)
+
+
+class Table(nn.Module):
+    """Nearly all that it has is one tensor."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).square().mean()
+
+
+def memory(pattern: re.Pattern[str]) -> int:
+    match = pattern.search(Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
+
+
+def _loads_table(case: str, folder: Path) -> tuple[int, int]:
+    """Bytes of a rank's part, and those that planning and loading took at most."""
+    for rows in (64, ROWS):  # the first one imports
+        with torch.device("meta"):
+            net = Table(rows)
+        Path("/proc/self/clear_refs").write_text("5")  # the most so far is what is in use
+        before = memory(IN_USE)
+        options = PLANS[case]
+        model: ParallelModule = autopar.parallelize(
+            net,
+            ClusterSpec.local(2),
+            torch.zeros(4, 8, dtype=torch.long),
+            measure=False,
+            quiet=True,
+            **options,
+        )
+        if rows == ROWS:
+            autopar.load_pretrained(model, folder)
+    most = memory(AT_MOST) - before
+    mine = model.table.weight.to_local()  # type: ignore[operator]
+    assert mine.aminmax() == (0.5, 0.5)
+    return mine.nbytes, most
+
+
+@pytest.mark.parametrize("case", ["filter", "weights in shards"])
+def test_a_rank_never_has_more_than_its_part_of_a_model_on_the_meta_device(
+    case: str, pools: Pools, tmp_path: Path
+) -> None:
+    save_file({"table.weight": torch.full((ROWS, 64), 0.5)}, tmp_path / "model.safetensors")
+    for part, most in pools(2).run(_loads_table, case, tmp_path):
+        assert part == ROWS * 64 * 4 // 2
+        assert part <= most <= 1.6 * part  # planning takes some; a copy of the part would be 2
 
 
 # -- folders ------------------------------------------------------------------------------------
