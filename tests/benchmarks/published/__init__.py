@@ -13,5 +13,7 @@ fitting      the stack's constants, fitted to runs within bounds
 baselines    an alpha-beta model without a fit, and one with eleven fitted parameters
 mixtures     mixtures of experts: `python -m tests.benchmarks.published.mixtures FILE.csv`
 unlike_trials   trials of unlike devices: `python -m tests.benchmarks.published.unlike_trials FILE.csv`
+opt          an OPT in float32 with attention in plain products, on the meta device
+sailor_plans   plans on GPUs: `python -m tests.benchmarks.published.sailor_plans FILE.csv`
 score        rank correlation, regret, errors, out-of-memory
 """

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeAlias
 
+from torch import Tensor, nn
+
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import MoveAction, effect, gathers
 from autopar.core.costs import Collective, OptimizerState
+from autopar.core.force import Pins
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
@@ -67,27 +70,33 @@ Pieces: TypeAlias = tuple[Piece, Piece, Piece, Piece]  # embedding, block, head,
 @cache
 def traced(shape: Shape, samples: int) -> Graph:
     """The graph of one micro-batch of a model with one block."""
-    model, inputs = llama(shape, samples)
+    return traced_model(*llama(shape, samples))
+
+
+def traced_model(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Graph:
+    """The graph of one micro-batch; its layers are called as those of `llama`."""
     request = Request(measure=False, alternatives=False)
-    return (
-        Planner(ClusterSpec(devices_per_node=1, device="h100"), request, None)
-        .trace_step(model, inputs, {})
-        .graph
-    )
+    planner = Planner(ClusterSpec(devices_per_node=1, device="h100"), request, None)
+    return planner.trace_step(model, inputs, {}).graph
 
 
 def price(shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
     """The pieces where all devices of `cluster` share every layer, placed as Megatron does; where its pins
     don't fit the shape, as the solver finds best."""
-    graph, pinned = traced(shape, samples), pins(cluster.num_devices)
+    graph = traced(shape, samples)
     try:
-        table, shared = _table(graph, cluster, pinned)
+        return priced_pieces(graph, cluster, pins(cluster.num_devices))
     except InputError:
-        pinned = {}
-        table, shared = _table(graph, cluster, pinned)
+        return priced_pieces(graph, cluster, {})
+
+
+def priced_pieces(graph: Graph, cluster: ClusterSpec, pinned: Pins, weight_bytes: int = 2) -> Pieces:
+    """The pieces of a graph whose weights take so many bytes each, placed as `pinned` says."""
+    table, shared = _table(graph, cluster, pinned)
     products, instant = _table(graph, cluster, pinned, bandwidth=INSTANT)
     embed, block, head, loss = (
-        _piece(table, place, shared[place], _passes(products, place, instant[place])) for place in range(4)
+        _piece(table, place, shared[place], _passes(products, place, instant[place]), weight_bytes)
+        for place in range(4)
     )
     return replace(embed, leaving=block.leaving), block, head, loss  # summed before it is sent
 
@@ -105,7 +114,7 @@ class Shared:
 
 
 def _table(
-    graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]], *, bandwidth: float = 1.0
+    graph: Graph, cluster: ClusterSpec, pinned: Pins, *, bandwidth: float = 1.0
 ) -> tuple[Intervals, list[Shared]]:
     """The stages that pieces make, where memory has so many times its `bandwidth`, and what each exchanges;
     gradients of its norms, which a stack sums once a step, are too small to count."""
@@ -158,7 +167,9 @@ def _passes(table: Intervals, place: int, shared: Shared) -> tuple[float, float]
     return max(0.0, float(table.forward[at]) - shared.seconds), max(0.0, backward - shared.seconds_back)
 
 
-def _piece(table: Intervals, place: int, shared: Shared, products: tuple[float, float]) -> Piece:
+def _piece(
+    table: Intervals, place: int, shared: Shared, products: tuple[float, float], weight_bytes: int
+) -> Piece:
     at = place, place + 1
     forward, backward = _passes(table, place, shared)
     again = [each for each in shared.exchanges if each[0] is Collective.ALL_GATHER]
@@ -172,6 +183,6 @@ def _piece(table: Intervals, place: int, shared: Shared, products: tuple[float, 
         kept=float(table.saved[at]),
         gathered=shared.gathered,
         working=float(table.working[at]),
-        weights=float(table.gradients[at]) / 2,  # in bfloat16
+        weights=float(table.gradients[at]) / weight_bytes,
         leaving=float(table.received[place + 1]),
     )

@@ -17,7 +17,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate_many import CutCosts, step_seconds
 from tests.benchmarks.published import stack
 from tests.benchmarks.published.pieces import Pieces, price
-from tests.benchmarks.published.runs import Run, Shape
+from tests.benchmarks.published.runs import Run, Shape, Split
 
 # NVLink 4, and a 400 Gbit/s card for each device.
 DEVICE, INTRA, INTER = "h100", Link(2e-6, 450e9), Link(stack.LATENCY, stack.CARD)
@@ -48,7 +48,7 @@ class Predictor:
     def predict(self, runs: Sequence[Run]) -> list[Prediction]:
         """All runs, those of one schedule together."""
         costs = [self.costs(run, self.constants) for run in runs]
-        (seconds,) = simulated(runs, [costs])
+        (seconds,) = simulated([run.split for run in runs], [costs])
         return [
             Prediction(each, most_bytes(stages, run.split.micro_batches))
             for run, stages, each in zip(runs, costs, seconds.tolist(), strict=True)
@@ -56,7 +56,8 @@ class Predictor:
 
     def seconds(self, runs: Sequence[Run], constants: Sequence[stack.Stack]) -> NDArray[np.float64]:
         """Seconds of a step, [constants, run]."""
-        return simulated(runs, [[self.costs(run, each) for run in runs] for each in constants])
+        variants = [[self.costs(run, each) for run in runs] for each in constants]
+        return simulated([run.split for run in runs], variants)
 
     def pieces(self, shape: Shape, samples: int, tp: int) -> Pieces:
         """Those of a group that shares layers; remembered."""
@@ -128,12 +129,14 @@ def _cost(
     )
 
 
-def simulated(runs: Sequence[Run], variants: Sequence[Sequence[Sequence[StageCost]]]) -> NDArray[np.float64]:
-    """Seconds of a step, [variant, run]; runs of one schedule are simulated together."""
+def simulated(
+    splits: Sequence[Split], variants: Sequence[Sequence[Sequence[StageCost]]]
+) -> NDArray[np.float64]:
+    """Seconds of a step, [variant, split]; those of one schedule are simulated together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, run in enumerate(runs):
-        alike[run.split.pp, run.split.micro_batches].append(number)
-    found = np.zeros((len(variants), len(runs)))
+    for number, split in enumerate(splits):
+        alike[split.pp, split.micro_batches].append(number)
+    found = np.zeros((len(variants), len(splits)))
     for (ranks, count), numbers in alike.items():
         kind = ScheduleKind.ONE_F_ONE_B if count >= ranks else ScheduleKind.GPIPE
         costs = together([variant[number] for variant in variants for number in numbers])
