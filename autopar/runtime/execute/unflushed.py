@@ -21,7 +21,6 @@ from torch import Tensor
 
 from autopar.core.graph import TensorSpec
 from autopar.core.pipeline import Pipeline
-from autopar.runtime.collectives.random import ExactDraws
 from autopar.runtime.execute.stage import StageModule
 from autopar.trace.micro_batches import MicroBatch
 
@@ -33,7 +32,7 @@ class StaleBatch:
     """The micro-batches of a step, with the seed of their masks."""
 
     micro_batches: Sequence[MicroBatch]
-    seed: int | ExactDraws
+    seed: int
 
 
 @dataclass(slots=True)
