@@ -9,6 +9,7 @@ accumulation of gradients.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +102,14 @@ def _packed(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def mask_seed(seed: int, number: int) -> int:
-    """Seed of the random masks of micro-batch `number` in proofs, in every stage and serially."""
-    return seed + 1_000 * number
+    """Seed of the exact masks of micro-batch `number` in a step that begins with this `seed`."""
+    return seed_after(torch.Generator().manual_seed(seed).get_state(), number) if number else seed
+
+
+def seed_after(state: Tensor, number: int) -> int:
+    """Seed of micro-batch `number` >= 1 in a step that begins where the generator has this `state`."""
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7, salt=number.to_bytes(8))
+    return int.from_bytes(digest.digest())
 
 
 # -- counts ---------------------------------------------------------------------------------------------

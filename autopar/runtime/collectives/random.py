@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from autopar.core.operator_facts import is_random
 from autopar.runtime import registry
 from autopar.torch_seams.autograd import graph_task
 from autopar.torch_seams.schemas import schema_of
+from autopar.trace.micro_batches import seed_after
 
 REPEATED = 1024  # calls between a checkpoint's forward and its backward
 _streams = itertools.count()
@@ -130,6 +131,44 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+class ExactDraws:
+    """Where exact masks of a step are drawn from: in micro-batch 0 where the serial model would draw them.
+
+    default generator   start --- 0 ---> after    where the step leaves it, on all ranks
+                          '-- 1, '-- 2            seeds of micro-batches 1 and 2
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._start = self._after = self._states()
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_gpu else [])]
+
+    def _put(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._on_gpu:
+            torch.cuda.set_rng_state(states[1])
+
+    @contextmanager
+    def drawing(self, number: int) -> Iterator[None]:
+        """Context in which the program of a micro-batch draws."""
+        if number:
+            torch.manual_seed(seed_after(self._start[0], number))
+        else:
+            self._put(self._start)
+        yield
+        if not number:
+            self._after = self._states()
+
+    def end(self, share: Callable[[Tensor], object] = lambda _: None) -> None:
+        """Leave the generators where the serial model would; `share` has all ranks take the last stage's."""
+        sizes, state = [len(each) for each in self._after], torch.cat(self._after)
+        state = state.cuda() if self._on_gpu else state
+        share(state)
+        self._put(state.cpu().split(sizes))
 
 
 def draws(program: fx.GraphModule) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
-from autopar.runtime.collectives.random import Stream
+from autopar.runtime.collectives.random import ExactDraws, Stream
 from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
-from autopar.runtime.execute.staged_program import pipeline_group
+from autopar.runtime.execute.staged_program import pipeline_group, send_from_last
 from autopar.runtime.execute.unlike_stages import StageMail, receive_values
 from autopar.trace.micro_batches import MicroBatch
 
@@ -45,11 +46,9 @@ class Relay:
     ) -> None:
         self.executable = made
         self._device, self._stream = device, stream
-        self._stages = {
-            each.stage: StageModule(each, find, mesh=mesh, device=device, exact_random=stream is None)
-            for each in made.stages
-        }
+        self._stages = {each.stage: StageModule(each, find, mesh=mesh, device=device) for each in made.stages}
         self.group = pipeline_group(made, timeout)
+        self._from_last = partial(send_from_last, pipeline=made.pipeline, group=self.group)
         numbers = self._stages if made.pipeline.meshes else ()
         self._mail = {number: StageMail(made.pipeline, number, device) for number in numbers}
 
@@ -59,7 +58,10 @@ class Relay:
         Where gradients are enabled, backward from it raises InputError.
         """
         with torch.no_grad():
-            outputs = self._share(self._run(MicroBatch(tuple(tensors), 1.0)))
+            draws = ExactDraws(self._device) if self._stream is None else self._stream.next()
+            outputs = self._share(self._run(MicroBatch(tuple(tensors), 1.0), draws))
+            if isinstance(draws, ExactDraws):
+                draws.end(self._from_last)
         if torch.is_grad_enabled():
             learning = [tensor for tensor in tensors if tensor.requires_grad]
             outputs = tuple(_refusing(value, learning) for value in outputs)
@@ -75,13 +77,12 @@ class Relay:
         for stage in self._stages.values():
             stage.untie()
 
-    def _run(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+    def _run(self, batch: MicroBatch, draws: int | ExactDraws) -> tuple[Tensor, ...]:
         """Results of this rank's last stage: on the last stage's rank the outputs."""
         pipeline = self.executable.pipeline
-        seed = torch.initial_seed() if self._stream is None else self._stream.next()
         values: tuple[Tensor, ...] = ()
         for number, stage in self._stages.items():
-            stage.begin([batch], seed)
+            stage.begin([batch], draws)
             if mail := self._mail.get(number):
                 values = stage.run(receive_values(mail, stage, 0), 0)
                 stage.end()
@@ -112,10 +113,7 @@ class Relay:
         values = [value.contiguous() for value in made] if last in self._stages else map(self._empty, specs)
         shared = tuple(values)
         for value in shared:
-            if pipeline.meshes:
-                dist.broadcast(value, src=pipeline.first(pipeline.rank_of(last), 0))
-            else:
-                dist.broadcast(value, group=self.group, group_src=pipeline.host(pipeline.rank_of(last)))
+            self._from_last(value)
         return shared
 
     def _empty(self, spec: TensorSpec) -> Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.core.stage_borders import StageBorders
 from autopar.runtime.collectives.memory_format import settled
-from autopar.runtime.collectives.random import drawing_from, draws, mixed
+from autopar.runtime.collectives.random import ExactDraws, drawing_from, draws, mixed
 from autopar.runtime.compiled.program import compiled
 from autopar.runtime.executable import Executable, InputPart
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
@@ -40,7 +40,7 @@ from autopar.runtime.parameters.parameters import local_buffer
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing
 from autopar.runtime.saved.split_backward import Between
-from autopar.trace.micro_batches import MicroBatch, mask_seed
+from autopar.trace.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,6 @@ class StageModule(nn.Module):
         *,
         mesh: DeviceMesh,
         device: torch.device,
-        exact_random: bool,
         shorter: Executable | None = None,
         splits_backward: bool = False,
         bucket_bytes: int | None = None,
@@ -85,7 +84,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.executable = executable
         self.between = Between() if splits_backward and splits_cleanly(executable) else None
-        self._device, self._exact_random = device, exact_random
+        self._device = device
         self._programs = [
             _Program.of(each, device, self.between) for each in (executable, shorter) if each is not None
         ]
@@ -104,7 +103,8 @@ class StageModule(nn.Module):
             bucket for each in (early, late) for bucket in assign(each, device.type, bucket_bytes)
         )
         self._batch: Sequence[MicroBatch] = ()
-        self._seed = self._left = 0
+        self._seed: int | ExactDraws = 0
+        self._left = 0
         self._sums = Sums(())
         self._values: dict[str, Tensor] = {}
 
@@ -114,8 +114,8 @@ class StageModule(nn.Module):
             replace(each, run=compiled(each.executable.module, tells=tells)) for each in self._programs
         ]
 
-    def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
-        """Take the micro-batches of a step; masks are drawn from `seed` and their numbers."""
+    def begin(self, batch: Sequence[MicroBatch], seed: int | ExactDraws) -> None:
+        """Take the micro-batches of a step; masks are drawn from `seed` and their numbers, or exactly."""
         self._batch, self._seed, self._left = batch, seed, len(batch)
         self._sums = Sums(self._buckets)
         self._leaves.heard = ()
@@ -149,9 +149,9 @@ class StageModule(nn.Module):
     @contextmanager
     def _drawing(self, program: _Program, number: int) -> Iterator[None]:
         """Exact masks are those of the serial micro-batch; others are alike on the stage's ranks alone."""
-        if self._exact_random:
-            torch.manual_seed(mask_seed(self._seed, number))
-            yield
+        if isinstance(self._seed, ExactDraws):
+            with self._seed.drawing(number):
+                yield
         elif program.draws:
             with drawing_from(mixed(self._seed, program.executable.stage, number), self._device):
                 yield

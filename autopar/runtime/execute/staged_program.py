@@ -27,7 +27,7 @@ from autopar.core.placement import Shard
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups, transport
-from autopar.runtime.collectives.random import Stream
+from autopar.runtime.collectives.random import ExactDraws, Stream
 from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.executable import StagedExecutable
 from autopar.runtime.execute.stage import StageModule
@@ -62,11 +62,10 @@ class StagedProgram:
 
         self.executable = made
         self._find, self._device, self._stream = find, device, stream
-        self._stages_of = partial(
-            _stages_of, made, mesh=mesh, device=device, bucket_bytes=bucket_bytes, exact_random=stream is None
-        )
+        self._stages_of = partial(_stages_of, made, mesh=mesh, device=device, bucket_bytes=bucket_bytes)
         self._stages = self._stages_of(find)
         self.group = pipeline_group(made, timeout)
+        self._from_last = partial(send_from_last, pipeline=made.pipeline, group=self.group)
         self._tied = _tied_groups(made, timeout)
         self._parts = {item.target: item for item in made.inputs}
         self._weights: Sequence[float] = ()
@@ -78,6 +77,7 @@ class StagedProgram:
             self._schedule = self._sends = UnlikeSchedule(made.pipeline, stage, self._weighted, device)
         else:
             self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
+        self._draws: int | ExactDraws = 0
         self._raised = False
         self._unflushed: Unflushed | None = None
         self._tells: bool | None = None  # of stages that are compiled
@@ -154,19 +154,21 @@ class StagedProgram:
     def _end(self) -> None:
         for stage in self._stages:
             stage.end()
+        if isinstance(self._draws, ExactDraws):
+            self._draws.end(self._from_last)
 
     # -- a step ---------------------------------------------------------------------------------
 
     def _begin(self, batch: Sequence[MicroBatch]) -> None:
         if self._raised:
             raise _broken_off()
-        seed = self._seed()
+        self._draws = self._seed()
         for stage in self._stages:
-            stage.begin(batch, seed)
+            stage.begin(batch, self._draws)
         self._weights = [micro.weight for micro in batch]
 
-    def _seed(self) -> int:
-        return torch.initial_seed() if self._stream is None else self._stream.next()
+    def _seed(self) -> int | ExactDraws:
+        return ExactDraws(self._device) if self._stream is None else self._stream.next()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -198,12 +200,8 @@ class StagedProgram:
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the losses, from the rank that holds the last stage."""
-        pipeline, value = self.executable.pipeline, self._total(losses)
-        last = pipeline.rank_of(pipeline.num_stages - 1)
-        if pipeline.meshes:
-            dist.broadcast(value, src=pipeline.first(last, 0))
-        else:
-            dist.broadcast(value, group=self.group, group_src=pipeline.host(last))
+        value = self._total(losses)
+        self._from_last(value)
         return value
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
@@ -267,7 +265,6 @@ def _stages_of(
     mesh: DeviceMesh,
     device: torch.device,
     bucket_bytes: int | None,
-    exact_random: bool,
 ) -> list[StageModule]:
     """The stages of this rank, on the tensors that `find` finds."""
     return [
@@ -276,13 +273,21 @@ def _stages_of(
             find,
             mesh=mesh,
             device=device,
-            exact_random=exact_random,
             shorter=shorter,
             splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
             bucket_bytes=bucket_bytes,
         )
         for each, shorter in zip_longest(made.stages, made.shorter)
     ]
+
+
+def send_from_last(value: Tensor, pipeline: Pipeline, group: dist.ProcessGroup) -> None:
+    """Have all ranks take a value from those that hold the last stage."""
+    last = pipeline.rank_of(pipeline.num_stages - 1)
+    if pipeline.meshes:
+        dist.broadcast(value, src=pipeline.first(last, 0))
+    else:
+        dist.broadcast(value, group=group, group_src=pipeline.host(last))
 
 
 def _broken_off() -> InputError:

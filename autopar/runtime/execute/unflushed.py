@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autopar.core.graph import TensorSpec
 from autopar.core.pipeline import Pipeline
+from autopar.runtime.collectives.random import ExactDraws
 from autopar.runtime.execute.stage import StageModule
 from autopar.trace.micro_batches import MicroBatch
 
@@ -32,7 +33,7 @@ class StaleBatch:
     """The micro-batches of a step, with the seed of their masks."""
 
     micro_batches: Sequence[MicroBatch]
-    seed: int
+    seed: int | ExactDraws
 
 
 @dataclass(slots=True)

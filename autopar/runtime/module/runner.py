@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypedDict, cast
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.core.part import Part, whole
 from autopar.errors import InputError
 from autopar.results.plan.plan import Plan
-from autopar.runtime.collectives.random import Stream
+from autopar.runtime.collectives.random import ExactDraws, Stream
 from autopar.runtime.collectives.roll_call import collective, wait_at_most
 from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.executable import Executable, StagedExecutable
@@ -50,7 +50,7 @@ from autopar.torch_seams.autograd import graph_task
 from autopar.trace.call.call_signature import Arguments, find_loss, flatten_arguments, require_values
 from autopar.trace.forms.simplify import no_loss
 from autopar.trace.forward.autocast import without_autocast
-from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
+from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.reads.inside import LeftInside
 from autopar.trace.values.structure import digest_of
 
@@ -225,7 +225,7 @@ class Runner:
     @property
     def draws_alike(self) -> bool:
         """Whether masks follow from the default generators, which then must be alike on all ranks."""
-        return self._running.exact_random and not self.tensors.pipeline.is_staged
+        return self._running.exact_random
 
     @property
     def compiles(self) -> bool:
@@ -294,12 +294,9 @@ class Runner:
             yield
 
     def _random_state(self) -> bytes:
-        """State from which exact masks follow. With stages it is the seed, to which each micro-batch
-        returns."""
+        """State from which exact masks follow."""
         if not self._running.exact_random:
             return b""
-        if self.tensors.pipeline.is_staged:
-            return str(torch.initial_seed()).encode()
         return torch.get_rng_state().numpy().tobytes()
 
     def _require_global(self, where: str) -> None:
@@ -355,9 +352,9 @@ class Runner:
     ) -> Tensor:
         """Run one micro-batch after the other; a longer one's program may not fit the shorter.
 
-        With exact masks each is drawn from the step's seed and its number, as in stages.
+        Exact masks are drawn as in stages.
         """
-        seed = torch.initial_seed()
+        draws = ExactDraws(self._running.device) if self._running.exact_random else None
         shorter = first
         if batch[-1].share < batch[0].share:
             shorter = cast(Bound, self._program(call, step=True, place=-1))
@@ -366,17 +363,18 @@ class Runner:
         if learn and len(batch) > 1:
             first.require_no_hooks()
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
-            if self._running.exact_random:
-                torch.manual_seed(mask_seed(seed, number))
             last = program not in programs[number + 1 :]
             with program.adding_up(last=last), without_autocast(self._running.device.type):
-                loss = find_loss(program(micro.tensors))
+                with draws.drawing(number) if draws else nullcontext():
+                    loss = find_loss(program(micro.tensors))
                 if loss is None:
                     raise no_loss()
                 loss = loss * micro.weight
                 if learn:
                     (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
+        if draws:
+            draws.end()
         return torch.stack(losses).sum(0)
 
     @property

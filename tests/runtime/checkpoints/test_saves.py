@@ -220,7 +220,13 @@ def _check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("one", "other", "size"), [("filter", "batch", 1), ("weights in shards", "filter", 2)]
+    ("one", "other", "size"),
+    [
+        ("filter", "batch", 1),
+        ("weights in shards", "filter", 2),
+        ("filter", "2 stages", 4),
+        ("2 stages", "batch", 2),
+    ],
 )
 def test_a_run_goes_on_under_another_plan_and_serially_with_the_same_masks(
     one: str, other: str, size: int, pools: Pools, tmp_path: Path

@@ -41,7 +41,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.parameters import local
 from autopar.schedules.fill_bubbles import order_of
 from autopar.trace.call.call_signature import flatten_arguments
-from autopar.trace.micro_batches import mask_seed
+from autopar.trace.micro_batches import mask_seed, seed_after
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 from tests.targets import conjugates
@@ -122,6 +122,10 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
 }
+WHOLE = {
+    "whole batches": ((1,), ["batch"], Pipeline(2, 1, ScheduleKind.GPIPE, STARTS[2])),
+    "whole batches x filter": ((2,), ["filter"], Pipeline(2, 1, ScheduleKind.GPIPE, STARTS[2])),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULED if name.endswith("filled")])
@@ -143,7 +147,7 @@ def batch(size: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
 def parallel(
     case: str, model: nn.Module, starts: tuple[int, ...] | None = None, **options: Any
 ) -> ParallelModule:
-    shape, wanted, pipeline = CASES[case]
+    shape, wanted, pipeline = (CASES | WHOLE)[case]
     pipeline = replace(pipeline, starts=starts or pipeline.starts)
     compiler = forced_compiler(Mesh(shape), wanted, pipeline=pipeline, offload=case.endswith("offloaded"))
     return ParallelModule(
@@ -195,7 +199,7 @@ def check_gradients(ours: ParallelModule, serial: nn.Module) -> None:
 
 
 def on_ranks(pools: Pools, case: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-    shape, _, pipeline = CASES[case]
+    shape, _, pipeline = (CASES | WHOLE)[case]
     return pools(Mesh(shape).num_devices * pipeline.ranks).run(function, case, *args)
 
 
@@ -233,6 +237,49 @@ def _train(case: str) -> None:
 )
 def test_training_equals_serial_accumulation(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _train)
+
+
+def _once_seeded(run: Callable[[int], Tensor]) -> tuple[list[float], list[float]]:
+    """Losses of steps after one seed, and what the user has drawn between them."""
+    torch.manual_seed(5)
+    pairs = [(run(number).item(), torch.rand((), dtype=torch.float64).item()) for number in range(3)]
+    losses, drawn = zip(*pairs, strict=True)
+    assert len(set(losses)) == len(set(drawn)) == len(pairs)
+    return list(losses), list(drawn)
+
+
+def _draws_on(case: str) -> None:
+    serial, ours = prepared(case)
+    count = (CASES | WHOLE)[case][2].micro_batches
+
+    def accumulated(number: int) -> Tensor:
+        """Micro-batch 0 goes on from where the generator is, and the next step from there."""
+        losses, start, after = [], torch.get_rng_state(), torch.empty(0)
+        for micro, (x, y) in enumerate(zip(*(item.chunk(count) for item in batch()), strict=True)):
+            if micro:
+                torch.manual_seed(seed_after(start, micro))
+            losses.append(serial(x, y))
+            after = after if micro else torch.get_rng_state()
+        torch.set_rng_state(after)
+        return torch.stack(losses).mean()
+
+    for mine in (lambda _: ours.train_step(*batch()), lambda _: ours.eval_step(*batch())):
+        losses, drawn = _once_seeded(mine)
+        theirs, wanted = _once_seeded(accumulated)
+        assert drawn == wanted
+        assert losses == pytest.approx(theirs, abs=EXACT)
+    with torch.no_grad():
+        losses, drawn = _once_seeded(lambda _: ours(*batch()))
+        theirs, wanted = _once_seeded(lambda _: serial(*batch()))
+        assert drawn == wanted and losses == pytest.approx(theirs, abs=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zbv", "zbv x filter", "no stages", *WHOLE])
+def test_exact_masks_are_new_in_each_step_and_serial_ones_in_its_first_micro_batch(
+    case: str, pools: Pools
+) -> None:
+    on_ranks(pools, case, _draws_on)
 
 
 class TiedHead(nn.Module):
