@@ -138,14 +138,20 @@ class ExactDraws:
 
     default generator   start --- 0 ---> after    where the step leaves it, on all ranks
                           '-- 1, '-- 2            seeds of micro-batches 1 and 2
+
+    With a `seed` the step starts as one that follows `torch.manual_seed(seed)`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
         self._on_gpu = device.type == "cuda"
-        self._start = self._after = self._states()
+        self._start = self._after = self._states() if seed is None else self._seeded(seed)
 
     def _states(self) -> list[Tensor]:
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_gpu else [])]
+
+    def _seeded(self, seed: int) -> list[Tensor]:
+        devices = ["cpu", *(["cuda"] if self._on_gpu else [])]
+        return [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
 
     def _put(self, states: Sequence[Tensor]) -> None:
         torch.set_rng_state(states[0])

@@ -107,10 +107,10 @@ class StagedProgram:
         if self._raised:
             raise _broken_off()
         unflushed = self._unflushed = self._unflushed or self._unflush(versions)
-        mine, turn = unflushed.following or StaleBatch(batch, self._seed()), versions.next_turn()
+        mine, turn = unflushed.following or StaleBatch(batch, self._stale_seed()), versions.next_turn()
         alike = self._stream is None  # stages seed the default generator for other batches each
         with self._whole(), torch.random.fork_rng([], enabled=alike):
-            coming = None if following is None else StaleBatch(following, self._seed())
+            coming = None if following is None else StaleBatch(following, self._stale_seed())
             losses = unflushed.run(turn, mine, coming)
             self._deliver([unflushed.stages[turn]])
             unflushed.stages[turn].end()
@@ -169,6 +169,10 @@ class StagedProgram:
 
     def _seed(self) -> int | ExactDraws:
         return ExactDraws(self._device) if self._stream is None else self._stream.next()
+
+    def _stale_seed(self) -> int | ExactDraws:
+        """Batches of which one begins before the other ends can't follow each other in one generator."""
+        return ExactDraws(self._device, torch.initial_seed()) if self._stream is None else self._stream.next()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
