@@ -27,7 +27,7 @@ _WAIT = struct.Struct("<dq")
 _STEP_AT, _CALL_AT, _EXCHANGE_AT, _WAIT_AT, _TEXT_AT = 0, 16, 32, 56, 72
 _TEXT_BYTES = 160
 
-_memory = mmap.mmap(-1, RECORD_BYTES)
+_memory: bytearray | mmap.mmap = bytearray(RECORD_BYTES)  # of each process its own: forked ones share an mmap
 
 
 @dataclass(frozen=True, slots=True)
