@@ -8,13 +8,14 @@ of it. Source of the format: https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ ONE_FILE = "model.safetensors"
 _OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 LONGEST_HEADER = 100_000_000  # bytes, as the format's own reader takes
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
+SAMPLE_BYTES = 64  # of a tensor's start, middle and end, which a digest takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,21 @@ def tensors_in(folder: Path) -> dict[str, TensorInFile]:
             raise _not_read(path, f"{both[0]}, which {tensors[both[0]].path.name} has, too")
         tensors |= found
     return tensors
+
+
+def digest(tensors: Mapping[str, TensorInFile]) -> str:
+    """Digest of names, forms and some bytes of each tensor, which copies of one model have alike."""
+    found = hashlib.blake2b(digest_size=16)
+    with ExitStack() as opened:
+        files = {
+            path: opened.enter_context(path.open("rb")) for path in {item.path for item in tensors.values()}
+        }
+        for name, item in sorted(tensors.items()):
+            found.update(repr((name, item.dtype, item.shape)).encode())
+            for place in (0, item.nbytes // 2, max(0, item.nbytes - SAMPLE_BYTES)):
+                files[item.path].seek(item.offset + place)
+                found.update(files[item.path].read(min(SAMPLE_BYTES, item.nbytes - place)))
+    return found.hexdigest()
 
 
 def own_files(folder: Path) -> set[str]:

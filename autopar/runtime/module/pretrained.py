@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.results.files.whole_file import sync_file, sync_folder
 from autopar.runtime.checkpoints.safetensors_files import (
     INDEX,
     TensorInFile,
+    digest,
     lay_out,
     own_files,
     read_part,
@@ -30,7 +31,7 @@ from autopar.runtime.checkpoints.safetensors_files import (
 from autopar.runtime.collectives.roll_call import collective, everybody
 from autopar.runtime.module.parallel_module import ParallelModule, runner_of
 from autopar.runtime.module.runner import Runner
-from autopar.runtime.module.saves import on_rank_0
+from autopar.runtime.module.saves import on_all_ranks, on_rank_0
 from autopar.runtime.parameters.parameters import local
 from autopar.torch_seams.modules import unsaved_buffers
 
@@ -45,24 +46,23 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, rename: Rename | No
     Each rank reads the rows that it holds and no others, so a model on the meta device, or larger than a
     rank's memory, is loaded without a whole copy anywhere. Names are the serial model's; `rename` gives the
     model's name for each one of the files, None for one to leave out. A tied weight is read by whichever of
-    its names the files have. Values are cast to the parameters' dtypes.
+    its names the files have. Values are cast to the parameters' dtypes. Each rank reads the folder that it
+    sees: on several nodes each may have a copy.
 
-    Raises InputError on every rank, before anything is changed, for names and shapes that differ and names
-    of a tied weight with different values, and after loading for buffers that no file has and the meta device
-    left without values.
+    Raises InputError on every rank, before anything is changed, for names, shapes and kinds of numbers that
+    differ, names of a tied weight with different values and ranks that see other weights, and after loading
+    for buffers that no file has and the meta device left without values.
     """
     where, folder = "autopar.load_pretrained", Path(folder)
     runner = _runner(where, model)
     with collective(where):
-        files = _renamed(where, on_rank_0(where, lambda: tensors_in(folder)), rename)
+        files = _files_of_all(where, folder, rename)
         _require_same(where, runner, files)
         sources = {
             name: [each for each in names if each in files] for name, names in _names_of(runner).items()
         }
         _require_one_value(where, runner, files, sources)
-        with torch.no_grad():
-            for name, tensor, part in _parts(runner):
-                read_part(files[sources[name][0]], part, local(tensor))
+        on_all_ranks(where, lambda: _read(runner, files, sources))
         runner.tensors.accept_changes()
         left = sorted(name for name in runner.tensors.valueless if not sources[name])
         runner.tensors.valueless.intersection_update(left)
@@ -134,11 +134,38 @@ def _names_of(runner: Runner) -> dict[str, tuple[str, ...]]:
     return {name: (part.target, *part.aliases) for name, part in parts.items()}
 
 
+def _files_of_all(where: str, folder: Path, rename: Rename | None) -> dict[str, TensorInFile]:
+    """The tensors of this rank's files by the model's names. Raises InputError on every rank where one can't
+    read them or they differ; collective."""
+    files: dict[str, TensorInFile] = {}
+
+    def look() -> str:
+        files.update(_renamed(where, tensors_in(folder), rename))
+        return digest(files)
+
+    told = on_all_ranks(where, look)
+    if other := [rank for rank, each in enumerate(told) if each != told[0]]:
+        raise InputError(
+            where=where,
+            found=f"other tensors or values in {folder} on rank {other[0]} than on rank 0",
+            wanted="the same weights for all ranks, by the same names",
+            remedy="give all nodes copies of one folder, and pass the same rename= on all ranks",
+        )
+    return files
+
+
+@torch.no_grad()
+def _read(runner: Runner, files: Mapping[str, TensorInFile], sources: Mapping[str, Sequence[str]]) -> None:
+    """Read this rank's parts."""
+    for name, tensor, part in _parts(runner):
+        read_part(files[sources[name][0]], part, local(tensor))
+
+
 def _renamed(where: str, files: Mapping[str, TensorInFile], rename: Rename | None) -> dict[str, TensorInFile]:
     """The files' tensors by the model's names. Raises InputError where two have one."""
     olds: dict[str, str] = {}
     for old in files:
-        new = rename(old) if rename else old
+        new = _new_name(where, old, rename)
         if new is None:
             continue
         if new in olds:
@@ -152,43 +179,70 @@ def _renamed(where: str, files: Mapping[str, TensorInFile], rename: Rename | Non
     return {new: files[old] for new, old in olds.items()}
 
 
+def _new_name(where: str, old: str, rename: Rename | None) -> str | None:
+    try:
+        return rename(old) if rename else old
+    except Exception as error:
+        raise InputError(
+            where=where,
+            found=f"{type(error).__name__} in rename= of {old}: {error}",
+            wanted="the model's name, or None",
+            remedy="mend the function",
+        ) from error
+
+
 def _require_same(where: str, runner: Runner, files: Mapping[str, TensorInFile]) -> None:
-    """Raise InputError for names that the model or the files lack, and shapes that differ."""
+    """Raise InputError for names that the model or the files lack, and shapes and kinds that differ."""
     names, unsaved = _names_of(runner), _unsaved(runner)
-    shapes_of = {name: tuple(item.part.spec.shape) for name, item in runner.tree.stored.items()}
-    wanted = {name: shape for name, shape in shapes_of.items() if name not in unsaved}
+    specs = {name: item.part.spec for name, item in runner.tree.stored.items()}
+    wanted = {name: tuple(spec.shape) for name, spec in specs.items() if name not in unsaved}
     lacks = sorted(name for name in wanted if files.keys().isdisjoint(names[name]))
     more = sorted(files.keys() - wanted.keys())
     shapes = [name for name in wanted if name in files and files[name].shape != wanted[name]]
-    kinds = (
+    others = [
+        name for name in wanted if name in files and _kind(files[name].dtype) != _kind(specs[name].dtype)
+    ]
+    wrong = (
         ("without {}", lacks),
         ("with {}, which this model lacks", more),
         ("with {}", [f"{name} of {list(files[name].shape)} (here {list(wanted[name])})" for name in shapes]),
+        ("with {}", [f"{name} of {files[name].dtype} (here {specs[name].dtype})" for name in others]),
     )
-    if found := [words.format(_few(names)) for words, names in kinds if names]:
+    if found := [words.format(_few(names)) for words, names in wrong if names]:
         raise InputError(
             where=where,
             found=f"files {'; '.join(found)}",
-            wanted="the serial model's names and shapes",
+            wanted="the serial model's names, shapes and kinds of numbers",
             remedy="pass rename=, which gives the model's name for each of the files' or None; tie weights "
             "of a model on the meta device by tie_weights(); load whole what transformers joins",
         )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """The numbers of a dtype, which a cast keeps but for rounding."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "real"
+    return "bool" if dtype is torch.bool else "integer"
 
 
 def _require_one_value(
     where: str, runner: Runner, files: Mapping[str, TensorInFile], sources: Mapping[str, list[str]]
 ) -> None:
     """Raise InputError on every rank where the files have different values of one tied weight; collective."""
-    differ = []
-    for name, tensor, part in _parts(runner):
-        first, *others = sources[name]
-        values = _bytes_of(files[first], part, tensor.dtype) if others else None
-        differ += [
-            f"{first} unlike {other}"
-            for other in others
-            if values is not None and not torch.equal(values, _bytes_of(files[other], part, tensor.dtype))
-        ]
-    if found := sorted({words for told in everybody(differ) for words in told}):
+
+    def unlike() -> list[str]:
+        differ = []
+        for name, tensor, part in _parts(runner):
+            first, *others = sources[name]
+            values = _bytes_of(files[first], part, tensor.dtype) if others else None
+            differ += [
+                f"{first} unlike {other}"
+                for other in others
+                if values is not None and not torch.equal(values, _bytes_of(files[other], part, tensor.dtype))
+            ]
+        return differ
+
+    if found := sorted({words for told in on_all_ranks(where, unlike) for words in told}):
         raise InputError(
             where=where,
             found=f"files with {_few(found)}",

@@ -381,18 +381,28 @@ def _size() -> int:
 
 def on_rank_0(where: str, act: Callable[[], T]) -> T:
     """Rank 0's result on all ranks, or its error on all; collective."""
-    outcome: Any = None
-    if _rank() == 0:
-        try:
-            outcome = act()
-        except InputError as error:
-            outcome = error
-        except (OSError, RuntimeError, ValueError, EOFError) as error:  # the last ones of files that are torn
-            outcome = _failed(where, error, 0)
-    told = everybody(outcome)[0]
+    told = everybody(_tried(where, act) if _rank() == 0 else None)[0]
     if isinstance(told, InputError):
         raise told
-    return told  # type: ignore[no-any-return]
+    return told  # type: ignore[return-value]
+
+
+def on_all_ranks(where: str, act: Callable[[], T]) -> list[T]:
+    """Every rank's result on all ranks, or the first rank's error on all; collective."""
+    told = everybody(_tried(where, act))
+    if errors := [each for each in told if isinstance(each, InputError)]:
+        raise errors[0]
+    return told  # type: ignore[return-value]
+
+
+def _tried(where: str, act: Callable[[], T]) -> T | InputError:
+    """The result on this rank, or what went wrong, for others to be told."""
+    try:
+        return act()
+    except InputError as error:
+        return error
+    except Exception as error:  # of files that are torn, of memory, or of a user's function
+        return _failed(where, error, _rank())
 
 
 @contextmanager

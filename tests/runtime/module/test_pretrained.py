@@ -163,6 +163,77 @@ def test_a_tied_weight_is_loaded_by_whichever_name_files_have_and_two_values_are
     pools(2).run(_loads_ties, case, tmp_path)
 
 
+# -- ranks that see other files -------------------------------------------------------------------
+
+
+def _sees_its_own(case: str, plan: str, folder: Path) -> str:
+    """On a rank with a folder of its own: what is refused, with old values kept, or "" after loading."""
+    rank, weights = dist.get_rank(), weights_of(seeded_net())
+    del weights["head.weight"]
+    own = folder / str(rank)
+    own.mkdir()
+    if rank and case == "other values":
+        weights["down.weight"] += 1
+    if rank and case == "other kinds":
+        weights["down.weight"] = weights["down.weight"].half()
+    if rank == 0 or case != "none":
+        note = {"note": "a header that is longer " * rank}
+        save_file(weights, own / "model.safetensors", metadata=note)
+    model = parallel(make_old(), plan)
+
+    def rename(name: str) -> str:
+        return str([name][rank if case == "an error in rename" else 0])
+
+    try:
+        autopar.load_pretrained(model, own, rename=rename)
+    except InputError as error:
+        assert all(
+            torch.equal(item, make_old().state_dict()[name]) for name, item in weights_of(model).items()
+        )
+        return str(error)
+    expected = weights_of(seeded_net())
+    assert all(torch.equal(item, expected[name]) for name, item in weights_of(model).items())
+    return ""
+
+
+def make_old() -> Net:
+    torch.manual_seed(4)
+    return Net()
+
+
+@pytest.mark.parametrize("plan", ["batch", "weights in shards"])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("longer headers", ""),
+        ("other values", "on rank 1 than on rank 0"),
+        ("other kinds", "on rank 1 than on rank 0"),
+        ("none", r"1: found no such folder|1: found no \*\.safetensors file"),
+        ("an error in rename", "IndexError in rename= of "),
+    ],
+)
+def test_each_rank_reads_what_it_sees_and_other_weights_are_refused_on_all(
+    case: str, words: str, plan: str, pools: Pools, tmp_path: Path
+) -> None:
+    found = pools(2).run(_sees_its_own, case, plan, tmp_path)
+    assert bool(words) == all(found) and all(re.search(words, each) for each in found)
+
+
+def _loads_integers(folder: Path) -> None:
+    weights = weights_of(seeded_net())
+    del weights["head.weight"]
+    weights["down.weight"] = weights["down.weight"].to(torch.int8)
+    if dist.get_rank() == 0:
+        save_file(weights, folder / "model.safetensors")
+    dist.barrier()
+    with pytest.raises(InputError, match=r"down\.weight of torch\.int8 \(here torch\.float32\)"):
+        autopar.load_pretrained(parallel(seeded_net(), "filter"), folder)
+
+
+def test_codes_of_quantized_weights_are_not_taken_for_weights(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(_loads_integers, tmp_path)
+
+
 # -- memory -------------------------------------------------------------------------------------
 
 ROWS = 1 << 18  # of a table of 64 MiB
