@@ -5,16 +5,15 @@ add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autopar.core.graph import may_learn
 from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation
-from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.rule import Instance, Rule, Sample, register
 from autopar.torch_seams.schemas import schema_of
 
 aten = torch.ops.aten
@@ -138,85 +137,19 @@ class Pointwise(Rule):
         yield Sample(aten.softplus_backward.default, (x, torch.randn(3, 4, 5), 2.0, 20.0))
 
 
-@register
-class Dropout(Rule):
-    """x · mask / (1 - p).
-
-    Exact mode draws the serial mask, whole, on every rank (all generators must stand alike) and
-    slices it. Otherwise each shard draws its own from a seed that replicas share; one device has its
-    generator to itself.
-    """
-
-    targets = (aten.dropout.default,)
-    passes_layout_on = True
-    random = True
-    numbers_alike = True
-
-    def equation(self, op: Instance) -> Equation:
-        labels = tuple(f"d{dim}" for dim in range(len(op.shape())))
-        return Equation((labels,), (labels,), linear=(frozenset({0}),))
-
-    def lower(self, site: Site) -> tuple[Any]:
-        probability, training = float(site["p"]), bool(site["train"])
-        if not training or probability == 0.0:
-            return (site.values[0],)
-        spec = site.spec()
-        if not site.exact_random:
-            if site.mesh.num_devices == 1:
-                return (site.local_call(),)
-            shards = [axis for axis, option in enumerate(site.strategy) if option.shards]
-            index = 0
-            for axis in shards:
-                index = index * site.mesh.shape[axis] + site.coordinate[axis]
-            shape = list(site.emitter.shape(site.values[0]))
-            mask = site.draw(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
-        else:
-            mask = self.serial_mask(site, probability)
-            mask = site.slice_to(mask, site.operands[0], site.operand_layout(0))
-        return (site.call(aten.mul.Tensor, site.values[0], mask),)
-
-    def serial_mask(self, site: Site, probability: float) -> Handle:
-        """The whole mask, drawn in the memory order of the serial operand."""
-        spec, order = site.spec(), site.operator.order
-        shape = [spec.shape[dim] for dim in order] or list(spec.shape)
-        mask = site.draw(torch.ops.autopar.dropout_mask.default, shape, probability, spec.dtype)
-        if not order:
-            return mask
-        return site.call(aten.permute.default, mask, [order.index(dim) for dim in range(len(order))])
-
-    def samples(self) -> Iterable[Sample]:
-        yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))
-        yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, False))
-
-
-def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """GPUs save a mask of one byte an element; the composite saves one of x's dtype."""
-    y: Tensor = (
-        aten.native_dropout(x, p, train)[0] if train and p not in (0, 1) else aten.dropout(x, p, train)
-    )
-    return y
-
-
-def _drops(args: Sequence[Any]) -> bool:
-    """Whether dropout(x, p, train) drops anything."""
-    return bool(args[1] and args[2])
-
-
 declare(*Pointwise.targets, elementwise=True)
 declare(
     *(aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy, aten.positive),
-    *(aten.to, aten._to_copy, aten.dropout),
+    *(aten.to, aten._to_copy),
     is_identity=True,
 )
 declare(aten.lift_fresh_copy, is_fresh=True)
 declare(aten.native_dropout, aten.channel_shuffle, shares_on_some=True)
-declare(aten.dropout, aten.feature_dropout, changes=_drops)
 declare(
-    *(aten.contiguous, aten.to, aten.type_as, aten.dropout, aten.feature_dropout),
+    *(aten.contiguous, aten.to, aten.type_as),
     *(aten.resolve_conj, aten.resolve_neg, aten.conj, aten.real),
     gives_itself=True,
 )
-declare(aten.dropout, order_matters=True, on_gpu=_fused_dropout)
 declare(aten.rrelu, aten.rrelu_with_noise, saves_unfilled=True)
 declare(aten.detach, aten.sign, has_gradient=False)
 declare(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, has_gradient=False)

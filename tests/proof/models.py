@@ -26,6 +26,7 @@ from autopar.core.graph import (
     map_refs,
     memory_order,
 )
+from autopar.core.operator_facts import facts_of
 from autopar.trace.forms.simplify import only_loss
 
 aten = torch.ops.aten
@@ -185,7 +186,7 @@ class Draft:
         for name, value in zip(names, results, strict=True):
             self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
             self.meta[name] = value
-        order = self.order(args[0].name) if target is aten.dropout.default else ()
+        order = self.order(args[0].name) if facts_of(target).order_matters else ()
         self.operators.append(Operator(f"call_{number}", target, args, {}, names, order=order))
         return names
 

@@ -36,9 +36,14 @@ class Masked(nn.Module):
 
 
 def masked(kind: str) -> ParallelModule:
+    return prepared(Masked(), kind, torch.ones(8, 16))
+
+
+def prepared(model: nn.Module, kind: str, x: Tensor) -> ParallelModule:
+    """The model on two ranks by a kind of split, whose ranks draw masks of their own."""
     compiler = replace(forced_compiler(Mesh((2,)), [kind]), exact_random=False)
-    ours = ParallelModule(Masked(), compiler, describe=describe, device=torch.device("cpu"))
-    ours.prepare(torch.ones(8, 16))
+    ours = ParallelModule(model, compiler, describe=describe, device=torch.device("cpu"))
+    ours.prepare(x)
     return ours
 
 
