@@ -64,8 +64,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, rename: Rename | No
         _require_one_value(where, runner, files, sources)
         on_all_ranks(where, lambda: _read(runner, files, sources))
         runner.tensors.accept_changes()
-        left = sorted(name for name in runner.tensors.valueless if not sources[name])
-        runner.tensors.valueless.intersection_update(left)
+        left = sorted(name for name in runner.tensors.missing.names if not sources[name])
+        runner.tensors.missing.names.intersection_update(left)
         if left := [name for name in left if name in _unsaved(runner)]:
             raise InputError(
                 where=where,

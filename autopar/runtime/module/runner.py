@@ -150,6 +150,7 @@ class Runner:
             program = self._program(self._local.whole(call) if self._local else call, known=known)
         assert not isinstance(program, StagedProgram)
         self._current = program
+        self.tensors.require_values()
         with without_autocast(self._running.device.type):
             output = program(call.tensors)
         self._leave()
@@ -192,6 +193,7 @@ class Runner:
             if self.stale and self.stale.under_way is not None and learn:
                 known = self.stale.same(*self._programs.known(call, step=True))
             program = self._current = self._program(call, step=self._by_steps, known=known)
+            self.tensors.require_values()
             count = program.executable.plan.pipeline.micro_batches
             cutting = program.executable.cutting
 

@@ -8,6 +8,7 @@ free_numbers       numbers that a program takes anew at each call
 growing_calls      methods that call the module with ever longer inputs
 agreement          what ranks must have in common
 local_inputs       calls where every rank passes its own samples
+missing_values       what was on the meta device, until its values are there
 parameter_changes   what steps and writes have done to parameters since the last call
 placed_tensors     where its parameters and buffers lie
 """

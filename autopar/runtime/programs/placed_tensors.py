@@ -46,6 +46,7 @@ from autopar.runtime.parameters.parameters import (
     nothing,
     sharding_key,
 )
+from autopar.runtime.programs.missing_values import MissingValues
 from autopar.runtime.programs.parameter_changes import ParameterChanges
 from autopar.runtime.tree import serial_model
 from autopar.runtime.tree.stored import SerialOrder, Stored, chunk_of, out_of_order
@@ -77,7 +78,7 @@ class PlacedTensors:
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self.changes: ParameterChanges | None = None  # once they are placed, of several ranks
         self.has_copies = False  # on some ranks, but not whole on all
-        self.valueless: set[str] = set()  # names of what was on the meta device, until it is loaded
+        self.missing = MissingValues()
         self.are_plain = False  # parameters: torch's own, since each rank has them whole
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
@@ -119,6 +120,7 @@ class PlacedTensors:
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
         take_over(self, parameters, mesh, self.nothing, tell=self._tells)
         self.tree.retire()
+        self.missing.count(dict(self.named()))
         if any(isinstance(item.part, DTensor) for item in placed):
             numbers = any(not item.spec.shape for item in self._parts.values())
             read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
@@ -184,7 +186,7 @@ class PlacedTensors:
         holder = self.pipeline.first(holders[0], devices) if holders else None
         stored = Stored(part, key, self._device, self._serial[name], holder)
         if full.is_meta:
-            self.valueless.add(name)
+            self.missing.names.add(name)
         values = self._values(full)
         if holders and self.pipeline.placed(dist.get_rank(), devices)[0] not in holders:
             return None, stored
@@ -313,6 +315,11 @@ class PlacedTensors:
         self.tree.check()
         self.update_states()
         return self.states()
+
+    def require_values(self) -> None:
+        """Raise InputError for what was on the meta device and isn't loaded; collective where any was."""
+        if self.missing.names:
+            self.missing.require_none(dict(self.named()))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers of this rank, by their serial names."""
