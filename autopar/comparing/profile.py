@@ -25,7 +25,8 @@ from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
-from autopar.planning.search import measure_operators, search
+from autopar.planning.losses import search_form
+from autopar.planning.search import measure_operators
 from autopar.results.files.text import html_of
 from autopar.results.plan.plan import Plan
 from autopar.runtime.launch import worker
@@ -162,7 +163,7 @@ def _store(
             graph, job.cluster, job.request, database=database, progress=job.bar, co_runners=co_runners
         )
         request = replace(job.request, alternatives=False)
-        found = search(graph, job.cluster, request, SearchMeans(database, job.bar, co_runners))
+        found = search_form(graph, job.cluster, request, SearchMeans(database, job.bar, co_runners))
     return replace(empty, operators=count, plan=found.plan)
 
 

@@ -32,8 +32,9 @@ from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
+from autopar.planning.losses import search_form
 from autopar.planning.planner import Planner
-from autopar.planning.search import FoundPlan, search
+from autopar.planning.search import FoundPlan
 from autopar.results.comparison.comparison import Comparison, Row
 from autopar.solve.choices.kinds import Kinds
 from autopar.solve.choices.space import split_by_force
@@ -181,7 +182,7 @@ class Comparer:
         return StrategyOutcome(found, f"{least}, the cap is {show_bytes(self.cap)}", failure)
 
     def search(self, request: Request, cluster: ClusterSpec) -> FoundPlan:
-        return search(
+        return search_form(
             self.traced(request).graph,
             cluster,
             request,
@@ -192,7 +193,7 @@ class Comparer:
 
     def limits(self, serial: FoundPlan) -> dict[str, int | None]:
         """On how many devices each strategy can split all that it splits."""
-        graph = self.traced(self.request).graph
+        graph = serial.prices.graph
         splitting = split_by_force(graph, serial.prices)
         kinds = Kinds(graph, serial.dims)
 

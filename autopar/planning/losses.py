@@ -17,8 +17,9 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.core.loss_pieces import LossPieces
 from autopar.errors import InfeasibleError, SolverError
+from autopar.planning.asked.ask import NO_MEANS, SearchMeans
 from autopar.planning.asked.request import Request
-from autopar.planning.search import MeshDecision
+from autopar.planning.search import FoundPlan, MeshDecision, decide, finish
 from autopar.results.plan.plan import Plan
 from autopar.trace.export import Traced
 from autopar.trace.forms.linear_loss import LINEAR_LOSS
@@ -40,13 +41,22 @@ def other_form(graph: Graph, request: Request, cluster: ClusterSpec, micro_batch
     return pieces if spared / (cluster.num_devices * micro_batches) > LEAST_SPARED * cap else None
 
 
-def decide_form(
+def search_form(
+    graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans = NO_MEANS
+) -> FoundPlan:
+    """The best plan as `search` finds it, of the graph or of it with losses in pieces, if memory slows the
+    former down; raises what `search` raises for the form that needs less."""
+
+    def decided(graph: Graph, cutoff: float) -> MeshDecision:
+        return decide(graph, cluster, request, means, cutoff=cutoff)
+
+    return finish(_decide_form(decided, graph, request, cluster))
+
+
+def _decide_form(
     decide: Callable[[Graph, float], MeshDecision], graph: Graph, request: Request, cluster: ClusterSpec
 ) -> MeshDecision:
-    """What is decided for a graph, or for it with losses in pieces where memory slows the former down.
-
-    `decide` takes the seconds that a step has to beat. Raises what it raises for the form that needs less.
-    """
+    """What is decided for the better form; `decide` takes the seconds that a step has to beat."""
     pieces = other_form(graph, request, cluster.stage(request.pipeline_ranks))
     if pieces is None:
         return decide(graph, math.inf)
@@ -84,11 +94,16 @@ def find_form(find: Callable[[LossPieces], Plan], is_other: Callable[[int], bool
     return other if other.step_seconds < whole.step_seconds else whole
 
 
+def has_pieces(plan: Plan) -> bool:
+    """Whether a plan is of a graph with losses in pieces."""
+    return any(layer.op == str(LINEAR_LOSS) for layer in plan.layers)
+
+
 def as_known(traced: Traced, known: Sequence[Plan]) -> Traced:
     """The graph with its losses in pieces, if plans of other calls of the model have them so."""
-    pieces = str(LINEAR_LOSS)
-    has_pieces = any(layer.op == pieces for plan in known for layer in plan.layers)
-    return replace(traced, graph=with_losses_in_pieces(traced.graph)) if has_pieces else traced
+    return (
+        replace(traced, graph=with_losses_in_pieces(traced.graph)) if any(map(has_pieces, known)) else traced
+    )
 
 
 def as_planned(traced: Traced, plan: Plan) -> Traced:

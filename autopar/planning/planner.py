@@ -40,7 +40,7 @@ from autopar.planning.asked.request import Auto, Request
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
-from autopar.planning.losses import as_planned, decide_form, find_form, other_form
+from autopar.planning.losses import as_planned, find_form, other_form, search_form
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
@@ -132,18 +132,9 @@ class Planner:
             with Database.open(self.costdb) as database:
                 return find_unlike(graph, self.cluster, request, SearchMeans(database, deadline=deadline))
         with Database.open(self.costdb) as database:
-
-            def decided(graph: Graph, cutoff: float) -> MeshDecision:
-                return decide(
-                    graph,
-                    self.cluster,
-                    request,
-                    SearchMeans(database, self.progress, co_runners, budget, deadline),
-                    cutoff=cutoff,
-                )
-
+            means = SearchMeans(database, self.progress, co_runners, budget, deadline)
             try:
-                return finish(decide_form(decided, graph, request, self.cluster)).plan
+                return search_form(graph, self.cluster, request, means).plan
             except InfeasibleError as error:
                 # What an OverCapError says is sought when it is read, which takes time: it is about memory.
                 short = isinstance(error, OverCapError) or error.least is not None

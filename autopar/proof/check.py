@@ -21,12 +21,13 @@ from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
+from autopar.core.loss_pieces import LossPieces
 from autopar.core.outputs import Outputs
 from autopar.errors import InputError
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
-from autopar.planning.search import search
+from autopar.planning.losses import as_planned, has_pieces, search_form
 from autopar.planning.unlike_meshes import find_unlike
 from autopar.proof.changes import Changes, trace_whole, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
@@ -70,6 +71,7 @@ from autopar.trace.call.user_source import user_line
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.reads.attribute_reads import recording
+from autopar.trace.rewrites.losses_in_pieces import with_losses_in_pieces
 from autopar.trace.target import Target
 from autopar.updates.rules import IslandRule, Stale
 from costdb.database import Database
@@ -242,6 +244,7 @@ def check(
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
+    traced, request = as_planned(traced, plan), _as_planned(request, plan)
     if processes:
         verdict = _verify_processes(target, traced, plan, cluster, request, steps)
     else:
@@ -275,6 +278,7 @@ def check_updates(
     traced = trace_whole(target, request, request.autocast(island))
     _check_loss(target, traced)
     plan = _plan(traced.graph, island, request, database, None)
+    traced, request = as_planned(traced, plan), _as_planned(request, plan)
     job = _job(target, traced, plan, island, request, steps)
     return prove_updates(target, job, rule, cluster, islands, traced.arguments)
 
@@ -300,6 +304,8 @@ def _check_pipeline(
         traced, shorter = trace_lengths(target, count, request, autocast)
     Guard(reads, own=target.model.modules())  # what training can't watch is refused here, too
     plan = _plan(traced.graph, cluster, request, database, plan)
+    traced, request = as_planned(traced, plan), _as_planned(request, plan)
+    shorter = as_planned(shorter, plan) if shorter else None
     if shorter and (plan.pipeline.is_staged or not processes):
         for program in plan.all_programs:
             check_plan(program, traced.graph, shorter.graph)
@@ -356,13 +362,22 @@ def _check_pipeline(
 def _plan(
     graph: Graph, cluster: ClusterSpec, request: Request, database: Database | None, plan: Plan | None
 ) -> Plan:
-    """The plan that is there already, if it is one of this graph; else the search's."""
-    if plan is not None and plan.graph == fingerprint_of(graph):
+    """The plan that is there already, if it is one of this graph, or of it with losses in pieces; else the
+    search's."""
+    if plan is not None and plan.graph in (
+        fingerprint_of(graph),
+        fingerprint_of(with_losses_in_pieces(graph)),
+    ):
         return plan
     request = replace(request, alternatives=False)
     if request.meshes:
         return find_unlike(graph, cluster, request, SearchMeans(database))
-    return search(graph, cluster, request, SearchMeans(database)).plan
+    return search_form(graph, cluster, request, SearchMeans(database)).plan
+
+
+def _as_planned(request: Request, plan: Plan) -> Request:
+    """The request for a plan's graph, whose losses may be in pieces by the planner's choice."""
+    return replace(request, loss_pieces=LossPieces.ALL) if has_pieces(plan) else request
 
 
 def check_compiled(request: Request, cluster: ClusterSpec, *, processes: bool) -> None:

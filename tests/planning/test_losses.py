@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.api import compare, verify
 from autopar.errors import InfeasibleError
 from autopar.explaining.asked import AskedPlan
 from autopar.explaining.explain import problem_of
@@ -120,3 +121,22 @@ def test_what_runs_in_pieces_is_the_serial_model(
         assert pieces
         for one, other in zip(serial, ours, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=["a batch", "2 micro-batches"])
+def test_a_plan_that_is_in_pieces_by_choice_is_verified_as_such(options: dict[str, Any]) -> None:
+    report = verify(
+        Target(*case(), {}, None, ""),
+        autopar.ClusterSpec.local(2),
+        steps=2,
+        memory=TIGHT // options.get("micro_batches", 1),
+        **{**ONE_STEP, **options},
+    )
+    assert report.passed and is_in_pieces(report.plan)
+
+
+def test_rows_of_a_comparison_are_in_pieces_where_plans_are() -> None:
+    asked = {"measure": False, "optimizer": "sgd", "memory": TIGHT}
+    rows = compare(Target(*case(), {}, None, ""), autopar.ClusterSpec.local(2), **asked).rows
+    plans = {row.name: row.plan for row in rows if row.plan is not None and row.reason is None}
+    assert is_in_pieces(plans["hybrid"]) and is_in_pieces(plans["batch"])
