@@ -111,7 +111,7 @@ class PricedProgram:
     def at(self, prices: Prices) -> PricedProgram:
         """The program at other prices of the same graph: its values are the same, and so is its memory."""
         other = PricedProgram(prices, self.program)
-        other.__dict__["values"] = self.values
+        other.__dict__.update(values=self.values, tape=self.tape)
         return other
 
     @property

@@ -155,13 +155,17 @@ def intervals(
     `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages. A stage moves
     to the host what hides in it of what the program moves, or all if that is of the stages from `starts` on.
     """
-    made: dict[int, Intervals] = {}  # ranks of one kind have one table
     of_ranks = [priced.prices.on_rank(rank) for rank in range(len(priced.prices.ranks))]
-    for prices in of_ranks:
-        if id(prices) not in made:
-            made[id(prices)] = _intervals(priced.at(prices), hop, places=places, starts=starts)
+    kinds = {id(prices): prices for prices in (*of_ranks, priced.prices)}  # ranks of one kind have one table
+    made: dict[int, Intervals] = {}
+    memory: StageMemory | None = None  # the same on all kinds, but for what hides in their seconds
+    for key, prices in kinds.items():
+        program = priced if prices is priced.prices else priced.at(prices)
+        if memory is None or priced.program.offload:
+            memory = _memory(program, places, starts)
+        made[key] = _intervals(program, hop, places=places, memory=memory)
     return replace(
-        made.get(id(priced.prices)) or _intervals(priced, hop, places=places, starts=starts),
+        made[id(priced.prices)],
         of_ranks=tuple(made[id(prices)] for prices in of_ranks),
         room=priced.prices.room,
     )
@@ -172,13 +176,13 @@ def _intervals(
     hop: LinkLike,
     *,
     places: Sequence[int],
-    starts: Sequence[int] | None,
+    memory: StageMemory,
 ) -> Intervals:
     """The tables on one kind of devices."""
     prices = priced.prices
     sums = _Seconds(priced, places)
-    state, sync, update, gradients, largest, buckets, others, summed = _weights(priced, hop, places)
-    saved, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
+    state, sync, update, buckets, others, summed = _weights(priced, hop, places)
+    saved, split = memory.saved, memory.split
     rows = [_Crossing(places) for _ in range(4)]
     for value in priced.values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
@@ -200,9 +204,9 @@ def _intervals(
         update=update,
         state=state,
         saved=np.triu(saved + received[:, None], 1),
-        working=np.triu(working + back, 1),
-        gradients=gradients,
-        early=np.triu(early + back, 1),
+        working=np.triu(memory.working + back, 1),
+        gradients=memory.gradients,
+        early=np.triu(memory.early + back, 1),
         batch=float(sum(item.spec.nbytes for item in priced.graph.inputs if item.kind is InputKind.USER)),
         send=send,
         send_back=send_back,
@@ -301,16 +305,15 @@ class _Seconds:
 
 def _weights(
     priced: PricedProgram, hop: LinkLike, places: Sequence[int]
-) -> tuple[Table, Table, Table, Table, Table, Table, Table, Table]:
+) -> tuple[Table, Table, Table, Table, Table, Table]:
     """State, gradient sums, updates and bytes of gradients of every stage's weights. The bytes are those of
-    all gradients, of the largest, of those that are summed in buckets, and of sums in another dtype than the
-    gradients', which are there beside them at the end; of the sums those that may hide come last.
+    gradients that are summed in buckets, and of sums in another dtype than the gradients', which are there
+    beside them at the end; of the sums those that may hide come last.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update, gradients, buckets, others, hiding = (Rectangles(places) for _ in range(7))
+    state, sync, update, buckets, others, hiding = (Rectangles(places) for _ in range(6))
     prices, layouts, values = priced.prices, priced.program.inputs, priced.values
-    largest = np.zeros(len(priced.graph.operators))
     full = copies(priced)
     for item in priced.graph.inputs:
         if item.kind is InputKind.USER or item.name in priced.unread:
@@ -326,9 +329,6 @@ def _weights(
         update.add_each(users, prices.update(item.name, layouts[item.name]))
         if not item.spec.requires_grad:
             continue
-        nbytes = prices.local_bytes(item.name, layout)
-        gradients.add_each(users, float(nbytes) if prices.training else 0.0)
-        largest[list(users)] = np.maximum(largest[list(users)], nbytes)
         shared = all_reduce(prices.local_bytes(item.name, layouts[item.name]), 2, hop)
         sync.add_each(users, shared)
         sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
@@ -349,8 +349,6 @@ def _weights(
         state.total(),
         sync.total(),
         update.total(),
-        gradients.total(),
-        _most(largest, places),
         buckets.total(),
         others.total(),
         hiding.total(),
@@ -369,20 +367,27 @@ def _summing(buckets: Table, saved: Table, sizes: BucketSizes) -> Table:
     return np.minimum(buckets, sizes.full + sizes.alone) + (1.0 - behind) * saved
 
 
-def _memory(
-    priced: PricedProgram,
-    places: Sequence[int],
-    gradients: Table,
-    largest: Table,
-    starts: Sequence[int] | None,
-) -> tuple[Table, Table, Table, Halves]:
-    """Bytes that a micro-batch in flight keeps, and the most that an operator needs beside them. The most is
-    that at any time, and that with the gradients of the first backward; at other times a new gradient, at
-    most the `largest`, is held beside the sum of those before. And all that where backward is split.
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes `saved` by a micro-batch in flight, the most that an operator needs beside them (at any time, and
+    `early`, with the gradients of the first backward), of all `gradients`, and where backward is split."""
+
+    saved: Table
+    working: Table
+    early: Table
+    gradients: Table
+    split: Halves
+
+
+def _memory(priced: PricedProgram, places: Sequence[int], starts: Sequence[int] | None) -> StageMemory:
+    """The memory of every stage, alike on all kinds of devices. After the first backward a new gradient, at
+    most the largest, is held beside the sum of those before.
 
     What a stage keeps of what it received lies in its receive buffer (added by the caller), between the
     halves as long as it is needed; what it sends is a copy of its own.
     """
+    gradients, largest = _gradients(priced, places)
+    largest = largest * priced.prices.accumulates
     found = footing(priced, starts=starts)
     rectangles = Rectangles(places)
     for place, own in enumerate(found.own):
@@ -402,7 +407,26 @@ def _memory(
     working = beside(saved, most, np.zeros_like(saved)) + largest
     early = beside(saved, most, gradients)
     backward = WholeBackward(saved, working, early, gradients, largest, most, ahead)
-    return saved, working, early, halves(priced.graph, priced.values, found, places, backward)
+    split = halves(priced.graph, priced.values, found, places, backward)
+    return StageMemory(saved, working, early, gradients, split)
+
+
+def _gradients(priced: PricedProgram, places: Sequence[int]) -> tuple[Table, Table]:
+    """Bytes of all gradients of a stage's weights, and of the largest."""
+    prices, full = priced.prices, copies(priced)
+    total, largest = Rectangles(places), np.zeros(len(priced.graph.operators))
+    for item in priced.graph.inputs:
+        learns = item.kind is InputKind.PARAMETER and item.spec.requires_grad
+        if not learns or item.name in priced.unread:
+            continue
+        layout = full[item.name].layout if item.name in full else priced.program.inputs[item.name]
+        users, nbytes = (
+            priced.values.source(item.name).carriers or (0,),
+            prices.local_bytes(item.name, layout),
+        )
+        total.add_each(users, float(nbytes) if prices.training else 0.0)
+        largest[list(users)] = np.maximum(largest[list(users)], nbytes)
+    return total.total(), _most(largest, places)
 
 
 def _most(amounts: Row, places: Sequence[int]) -> Table:
