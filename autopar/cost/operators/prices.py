@@ -129,7 +129,7 @@ class Prices(TensorPrices):
 
     def in_order(self, ranks: Sequence[ClusterSpec]) -> Prices:
         """The prices of pipeline ranks on these parts of the cluster."""
-        made = replace(self, ranks=tuple(ranks), _known=self.known)
+        made = replace(self, ranks=tuple(ranks), _known=self.known, _hosting={})
         made.by_group = self.by_group  # with all that is known of groups
         return made
 
@@ -424,7 +424,8 @@ class Prices(TensorPrices):
 
 def _no_prices() -> dict[str, Any]:
     """Empty memories of prices, for other devices."""
-    return {"_own": {}, "_held": {}, "_credited": {}, "_bytes": {}, "_moves": {}, "_networks": {}}
+    names = ("_own", "_held", "_credited", "_bytes", "_moves", "_networks", "_hosting")
+    return {name: {} for name in names}
 
 
 def _factor(option: Option) -> str:
