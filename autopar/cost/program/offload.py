@@ -106,8 +106,7 @@ def clock(priced: PricedProgram) -> Clock:
 
 
 def wait_seconds(priced: PricedProgram) -> tuple[float, float]:
-    """Seconds by which forward and backward of a micro-batch are late for what the program moves, and for
-    weights that lie on the host."""
+    """Seconds by which forward and backward of a micro-batch wait for copies from and to the host."""
     items = offloaded(priced)
     link = priced.prices.cluster.host
     forward, backward = streamed(priced)
