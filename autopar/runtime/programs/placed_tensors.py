@@ -51,6 +51,7 @@ from autopar.runtime.saved.host_weights import in_host_memory
 from autopar.runtime.tree import serial_model
 from autopar.runtime.tree.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.tree.user_tree import UserTree, came_later, placed_parameters
+from autopar.torch_seams.dtensors import with_part
 from autopar.trace.values.structure import parts_of
 
 
@@ -209,7 +210,11 @@ class PlacedTensors:
     def _laid(self, part: InputPart, mine: Tensor) -> Tensor:
         """What a user has of a parameter, of which this rank has `mine`."""
         assert self._mesh is not None
-        return mine if self.are_plain else distribute(part, mine, self._mesh[1])
+        if self.are_plain:
+            return mine
+        # On the meta device, since DTensors would take what lies on the host to the mesh's.
+        laid = distribute(part, mine.to("meta") if part.on_host else mine, self._mesh[1])
+        return with_part(mine, laid) if part.on_host else laid
 
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
