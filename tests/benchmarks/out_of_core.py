@@ -23,8 +23,8 @@ from autopar.comparing.measured_peak import peak_bytes
 from autopar.runtime.launch.launch import run_function
 from autopar.units import show_bytes, show_seconds
 
-WIDTH, LAYERS, BATCH = 256, 40, 64
-STEPS = 12
+WIDTH, LAYERS, BATCH = 512, 48, 16
+STEPS = 10
 TIMES = 10  # the state in caps
 
 
