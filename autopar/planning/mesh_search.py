@@ -37,7 +37,7 @@ from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.group_orders import orders_of, pace_of
 from autopar.planning.known_cuts import KnownCuts
-from autopar.planning.out_of_core import out_of_core
+from autopar.planning.out_of_core import check_room, out_of_core
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
@@ -571,7 +571,10 @@ class MeshProblem:
         assign = partial(self.assigned, ask, limits, programs)
         alone = self.request.pipeline_ranks == 1 and self.request.on_host is None
         if ask.cap is None or not alone or self.offload is not Offload.AUTO or prices.on_host:
-            return assign(prices)
+            found = assign(prices)
+            if self.request.on_host is None:
+                check_room(found.priced)
+            return found
         complete = partial(completed, cap=ask.cap, recompute=ask.recompute, offload=self.offload)
         return out_of_core(assign, prices, ask.cap, complete)
 

@@ -14,6 +14,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
 from autopar.solve.program.solution import CutoffError, Solution
+from autopar.units import show_bytes
 
 Assign = Callable[[Prices], Solution]
 Complete = Callable[[PricedProgram], Solution]  # recomputes and offloads so that a program fits, if it can
@@ -62,13 +63,28 @@ def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | 
     return best
 
 
+def check_room(priced: PricedProgram) -> None:
+    """Raise InfeasibleError where weights that are to lie on the host find no room there."""
+    if not has_room(priced, names := priced.program.on_host):
+        cluster = priced.prices.cluster
+        raise InfeasibleError(
+            where="--offload state",
+            found=f"{show_bytes(_needed(priced, names))} per device, some of it pinned",
+            wanted=f"at most {show_bytes(cluster.host_memory or 0)} for {cluster.devices_per_node} devices",
+            remedy="raise host_memory in the cluster's file, write --offload auto, or use more nodes",
+        )
+
+
 def has_room(priced: PricedProgram, names: Sequence[str]) -> bool:
     """Whether a device's share of its node's memory holds these weights, gradients and optimizer state."""
     cluster = priced.prices.cluster
     if cluster.host_memory is None:
         return True
-    needed = sum(_held(priced, name) for name in names)
-    return needed <= cluster.host_memory // cluster.devices_per_node
+    return _needed(priced, names) <= cluster.host_memory // cluster.devices_per_node
+
+
+def _needed(priced: PricedProgram, names: Sequence[str]) -> int:
+    return sum(_held(priced, name) for name in names)
 
 
 def _held(priced: PricedProgram, name: str) -> int:

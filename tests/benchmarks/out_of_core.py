@@ -78,7 +78,7 @@ def main() -> None:
     plain, spent = (median(turn[side][0] for turn in turns[2:]) for side in (0, 1))
     losses = max(float((one - other).abs()) for (_, one), (_, other) in turns)
     pairs = zip(serial.parameters(), ours.parameters(), strict=True)
-    weights = max(float((one - other).abs().max()) for one, other in pairs)
+    weights = max(float((one - other).detach().abs().max()) for one, other in pairs)
     plan = ours.plan
     table = Table("", "predicted", "measured")
     table.add_row("cap, state", show_bytes(cap), show_bytes(state))

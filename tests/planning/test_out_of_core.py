@@ -80,6 +80,11 @@ def test_without_a_host_that_has_room_there_is_no_plan(options: dict[str, Any]) 
         plan(CAP, **options)
 
 
+def test_a_host_without_room_for_all_of_the_state_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="pinned.*host_memory"):
+        plan(2 * STATE, room=STATE // 2, offload="state")
+
+
 def test_a_bound_is_that_of_plans_without_a_cap() -> None:
     free, found = plan(2 * STATE), plan(CAP)
     assert found.status == "gap_limit" and found.step_seconds > free.step_seconds

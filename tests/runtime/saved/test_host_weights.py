@@ -19,6 +19,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.sharding.atoms import Dims
@@ -143,6 +144,45 @@ def train_out_of_core(folder: Path) -> None:
     sides[1] = ours, torch.optim.AdamW(ours.parameters(), 0.01)
     autopar.load(folder, ours, optimizer=sides[1][1])
     compare()
+
+
+def freeze_later() -> None:
+    """On a worker: a layer stops learning, and learns again, while all weights lie on the host."""
+    torch.manual_seed(0)
+    serial, cluster = Deep(3).double(), autopar.ClusterSpec.local(1)
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    ours = autopar.parallelize(
+        copy.deepcopy(serial), cluster, (x,), offload="state", measure=False, quiet=True
+    )
+    for learns in (True, False, True):
+        for model in (serial, ours):
+            model.layers[1].requires_grad_(learns)
+            model.zero_grad()
+            model(x).backward()
+        for one, other in zip(serial.parameters(), ours.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or gap(other.grad, one.grad) < EXACT
+
+
+def test_weights_on_the_host_freeze_and_learn_again(pools: Pools) -> None:
+    pools(1).run(freeze_later)
+
+
+def change_between() -> None:
+    """On a worker: a weight changes after forward, before its backward would fetch it again."""
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    ours = autopar.parallelize(
+        Deep(3).double(), autopar.ClusterSpec.local(1), (x,), offload="state", measure=False, quiet=True
+    )
+    loss = ours(x)
+    with torch.no_grad():
+        ours.layers[1].weight.mul_(2.0)
+    with pytest.raises(InputError, match="changed since forward"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_before_backward_is_refused(pools: Pools) -> None:
+    pools(1).run(change_between)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
