@@ -165,7 +165,13 @@ class Compiler(Planner):
         """Request to the search for one kind of call."""
         request = replace(self.request, training=training)
         if pinned is not None:
-            request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
+            request = replace(
+                request,
+                mesh=pinned.mesh,
+                stored=pinned.stored,
+                user_layouts=pinned.users,
+                on_host=pinned.on_host,
+            )
         if pinned is not None and pinned.pipeline.is_staged:
             request = replace(
                 request,

@@ -709,7 +709,9 @@ def test_what_is_offloaded_is_proved(
         ("local:2", ("--offload", "all"), "CPUs, whose memory is the host's", "--offload none"),
         ("local:2", ("--offload", "some"), "'some'", "choose one"),
         (None, ("--offload", "all", "--stages", "2"), "2 stages", "--stages"),
+        (None, ("--offload", "state", "--stages", "2"), "state with 2 stages", "--stages"),
         ("bare", ("--offload", "all"), "without a link to the host", "links.host"),
+        ("bare", ("--offload", "state"), "state on a cluster without a link to the host", "links.host"),
     ],
 )
 def test_what_can_not_be_offloaded_is_refused_by_name(

@@ -30,7 +30,10 @@ from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved.offload import HostStorage
 from autopar.torch_seams import pytree
 from autopar.torch_seams.modes import TorchDispatchMode
+from autopar.torch_seams.tensors import storage_key
 from autopar.trace.values.structure import parts_of
+
+_COPY = torch.ops.aten.copy_.default  # the one operator that reads one memory and writes the other
 
 
 def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torch.device) -> int:
@@ -68,13 +71,15 @@ class StorageTracker(TorchDispatchMode):
     """While entered, counts the bytes of living storages: `nbytes` now, `peak` at most so far.
 
     It begins with the storages of `alive`. One that an operator takes and that was not seen before has
-    been there all along, so it counts from the start. What was offloaded doesn't count.
+    been there all along, so it counts from the start. What was offloaded doesn't count, nor what operators
+    make of weights that lie on the host, as optimizers do.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._host = weakref.WeakValueDictionary[int, torch.UntypedStorage]()  # what operators there made
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in _tensors([local(each) for each in alive]):
             self._note(tensor)
@@ -85,6 +90,11 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it runs on its local parts, which come by here
+        if func.namespace == "aten" and func is not _COPY and any(map(self._is_on_host, _tensors(args))):
+            result = func(*args, **(kwargs or {}))
+            for tensor in _tensors((args, kwargs, result)):
+                self._host[storage_key(tensor.untyped_storage())] = tensor.untyped_storage()
+            return result
         for tensor in _tensors((args, kwargs)):
             self.peak += self._note(tensor)
         result = func(*args, **(kwargs or {}))
@@ -98,7 +108,7 @@ class StorageTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # of fake tensors too, by which DTensors find shapes
             return 0
-        if isinstance(storage, HostStorage):
+        if self._is_on_host(tensor):
             return 0
         key, nbytes = id(storage), storage.nbytes()
         if key not in self._sizes:
@@ -107,6 +117,10 @@ class StorageTracker(TorchDispatchMode):
         self._sizes[key] = nbytes
         self.nbytes += grown
         return grown
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return isinstance(storage, HostStorage) or self._host.get(storage_key(storage)) is storage
 
     def _forget(self, key: int) -> None:
         del self._watched[key]

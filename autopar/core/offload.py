@@ -1,4 +1,4 @@
-"""How much of what backward needs may wait in the host's memory meanwhile."""
+"""What may lie in the host's memory while the device doesn't need it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ OffloadedTensor = tuple[str, Layout]  # a tensor of the graph in the layout in w
 
 
 class Offload(Enum):
-    """Activations to offload: none, all that are large enough, or under a memory cap those whose copies
-    hide."""
+    """What waits in the host's memory: nothing, all activations that are large enough, the state of all
+    weights, or what a cap asks for: activations whose copies hide, or state where nothing else will do."""
 
     NONE = "none"
     ALL = "all"
+    STATE = "state"
     AUTO = "auto"

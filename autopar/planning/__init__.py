@@ -7,6 +7,7 @@ meshes            which meshes a plan may have
 unlike_meshes     the plan of stages whose meshes are asked for one by one
 shares            rows for unlike devices, by their speeds
 mesh_search       the best step on one mesh
+out_of_core       which weights lie in the host's memory, where nothing else meets a cap
 losses            whether losses run in pieces of rows
 group_orders      which groups of unlike devices hold which stages
 known_cuts        cuts into stages of assignments that were cut before

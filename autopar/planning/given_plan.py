@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import canonical
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
@@ -137,6 +137,15 @@ def _of_values(program: Program, graph: Graph) -> Program:
 def check_program(program: Program, graph: Graph) -> None:
     """Raise InputError for a program of `graph` that no rule of this version offers."""
     dims = dims_of(graph, program.mesh)
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    for name in program.on_host:
+        if name not in weights:
+            raise InputError(
+                where=f"plan: {name}",
+                found="no weight, in the host's memory",
+                wanted="weights there, and nothing else",
+                remedy="plan anew, and change no plan files by hand",
+            )
     for operator in graph.operators:
         strategy = program.strategies.get(operator.name, ())
         offered = set(strategy) <= set(options_of(operator, dims))

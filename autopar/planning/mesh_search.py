@@ -37,6 +37,7 @@ from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.group_orders import orders_of, pace_of
 from autopar.planning.known_cuts import KnownCuts
+from autopar.planning.out_of_core import check_room, out_of_core
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
@@ -51,7 +52,7 @@ from autopar.solve.choices.kinds import Kinds, kind_by_axis
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.choices.space import Borders, Space, build_space, has_sizes, split_by_force
 from autopar.solve.program.problem import Problem
-from autopar.solve.program.solution import CutoffError, Solution, UnbeatenError, check_cutoff
+from autopar.solve.program.solution import CutoffError, Solution, UnbeatenError, check_cutoff, completed
 from autopar.solve.stages.cut_search import MOST_CUT_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
@@ -96,7 +97,8 @@ class MeshProblem:
         self.dims = dims_of(self.graph, self.mesh, self.request.imbalance)
         self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.plain_prices()
-        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles, self.request.stored)
+        pins, stored, on_host = self.request.pins, self.request.stored, self.prices.on_host
+        self.folding = fold(self.graph, self.dims, pins, self.roles, stored, on_host)
 
     dims: Dims = dataclasses.field(init=False)
     groups: FusedGroups | None = dataclasses.field(init=False)
@@ -138,7 +140,17 @@ class MeshProblem:
             reduce=self.request.reduce_dtype,
             groups=self.groups,
             ranks=self.blocks,
+            on_host=self.on_host,
         )
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """The weights that lie in the host's memory whatever the assignment."""
+        weights = (item for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
+        if (lie := self.request.on_host) is not None:
+            return frozenset(item.name for item in weights if item.target in lie)
+        is_asked = self.request.offload is Offload.STATE
+        return frozenset(item.name for item in weights if is_asked)
 
     def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
         """The prices under multipliers, together at most 1, of what hides: by them no assignment costs more
@@ -527,9 +539,10 @@ class MeshProblem:
 
     @property
     def offload(self) -> Offload:
-        """The remedies by host memory that are allowed: none where there is no backward or no host link."""
+        """What activations may wait in host memory: none where there is no backward or no host link."""
         may = self.request.training and self.cluster.host is not None
-        return self.request.offload if may else Offload.NONE
+        asked = Offload.AUTO if self.request.offload is Offload.STATE else self.request.offload
+        return asked if may else Offload.NONE
 
     def solve(
         self, ask: Ask, limits: Limits = UNLIMITED, programs: WrittenPrograms | None = None
@@ -545,17 +558,31 @@ class MeshProblem:
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
         found = self.chosen(ask, limits, programs)
+        if ask.cap is not None and found.program.on_host != fastest.program.on_host:
+            found = dataclasses.replace(found, bound=min(found.bound, fastest.bound), status="gap_limit")
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
         self.solved[ask] = found
         return found
 
     def chosen(self, ask: Ask, limits: Limits, programs: WrittenPrograms | None) -> Solution:
-        """The best assignment by the costs that are asked for, or the first one if that is better."""
+        """The best assignment by the costs that are asked for; where none fits, with weights on the host."""
+        prices = self.prices if ask.multiplier is None else self.row_prices(ask.multiplier, ask.late)
+        assign = partial(self.assigned, ask, limits, programs)
+        alone = self.request.pipeline_ranks == 1 and self.request.on_host is None
+        if ask.cap is None or not alone or self.offload is not Offload.AUTO or prices.on_host:
+            found = assign(prices)
+            if self.request.on_host is None:
+                check_room(found.priced)
+            return found
+        complete = partial(completed, cap=ask.cap, recompute=ask.recompute, offload=self.offload)
+        return out_of_core(assign, prices, ask.cap, complete)
+
+    def assigned(
+        self, ask: Ask, limits: Limits, programs: WrittenPrograms | None, prices: Prices
+    ) -> Solution:
+        """The best assignment by these prices, or the first one if that is better."""
         alone, count = self.request.pipeline_ranks == 1, self.request.micro_batches
-        prices = self.prices
-        if ask.multiplier is not None:
-            prices = self.row_prices(ask.multiplier, ask.late)
         cutoff = limits.cutoff / count if ask.bounded and alone else math.inf
         first = self.first if ask.cap is not None and ask.force == self.request.force else None
         if first is not None and ask.multiplier is not None:

@@ -145,6 +145,7 @@ def report(
         bubble=_bubble(step, request),
         offloaded=tuple(Offloaded(*item.tensor, item.nbytes) for item in offloaded(priced)),
         offload_seconds=0.0 if step.cut else request.micro_batches * sum(wait_seconds(priced)),
+        host_bytes=sum(prices.owned_bytes(name, program.inputs[name]) for name in program.on_host),
         graph=fingerprint_of(graph),
         devices=cluster.devices,
         parts=step_parts(step, pipeline),

@@ -2,7 +2,7 @@
 
 work      operators, each shared by all devices        shrinks
 weights   gradients as large as an embedding           stay
-gathers   weights in shards, and their gradients       stay
+gathers   weights in shards or on the host             stay
 shares    among how many devices samples are split     by which the rest shrinks
 """
 
@@ -15,6 +15,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Shard
 from autopar.core.program import Program
 from autopar.cost.program.gathering import regathers
+from autopar.cost.program.offload import streamed
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.step import move_seconds
 
@@ -53,9 +54,10 @@ def weight_seconds(priced: PricedProgram, launch: float) -> float:
 
 
 def gather_seconds(priced: PricedProgram) -> float:
-    """Seconds in which every micro-batch gathers weights that lie in shards, and scatters their gradients."""
+    """Seconds in which every micro-batch gathers weights that lie in shards or on the host, and takes their
+    gradients back."""
     parameters = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
-    found = sum(each.seconds for each in regathers(priced))
+    found = sum(each.seconds for each in regathers(priced)) + sum(streamed(priced))
     for value in priced.values.of.values():
         if value.move is not None and value.name in parameters and not value.leads:
             found += sum(move_seconds(priced, value, name_is_weight=True))

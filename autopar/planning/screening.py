@@ -43,6 +43,7 @@ from autopar.planning.estimates import MeshEstimate, PipelineEstimate, bottlenec
 from autopar.planning.group_orders import pace_of, unlike_blocks
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
+from autopar.planning.out_of_core import weights_of
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
 from autopar.sharding.strategies import dims_of
 from autopar.solve.choices.fold import fold
@@ -416,6 +417,9 @@ class Screen:
     ) -> MeshEstimate:
         """The estimate of an assignment: its costs, and those with everything recomputed where memory is
         scarce."""
+        if ranks == 1 and problem.offload is Offload.AUTO and solution.peak.state > self.cap:
+            hosted = solution.priced.hosting(weights_of(problem.prices))
+            solution = replace(solution, priced=hosted, held=hosted, seconds=hosted.seconds)
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches

@@ -181,7 +181,10 @@ def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def _meet(target: Any, calls: Sequence[Call], meaning: Meaning) -> list[Any]:
-    place = next(i for i, item in enumerate(schema_of(target).arguments) if item.name == "group")
+    names = [item.name for item in schema_of(target).arguments]
+    if "group" not in names:  # a rank meets nobody but its host
+        return [meaning(target, [call])[0] for call in calls]
+    place = names.index("group")
     mesh, axes = parse_key(calls[0][0][place])
     results: list[Any] = [None] * len(calls)
     for rank in range(len(calls)):

@@ -359,6 +359,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "wait_p_to_r": _waited,
     "wait_p_to_b": _waited,
     "wait_r_to_b": _waited,
+    "fetch_regather": _unchanged,  # the host's memory is any
     "late_gradient": _unchanged,
     "late_linear": lambda ranks: [F.linear(*rank.values()) for rank in ranks],
     "late_convolution": lambda ranks: [torch.convolution(*rank.values()) for rank in ranks],

@@ -192,6 +192,7 @@ def _parts(
             sync=deferred[item.name].key if item.name in deferred else None,
             gathers=deferred[item.name].gathers if item.name in deferred else (),
             reduce=_reduced(deferred.get(item.name)),
+            on_host=item.name in plan.program.on_host,
             position=users.index(item.target) if item.kind is InputKind.USER else -1,
         )
         for item in traced.graph.inputs

@@ -25,6 +25,7 @@ from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
 from autopar.runtime.collectives.grouped_moves import TOGETHER
 from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
+from autopar.runtime.saved.host_weights import fetch_target
 from autopar.runtime.saved.offload import offload
 from autopar.runtime.saved.regather import REGATHER
 from autopar.sharding.atoms import Dims
@@ -91,6 +92,7 @@ class _RankWriter:
             self.reduced |= graph.cast_alone
         self.emitter = GraphEmitter(device=device)
         self.values: dict[tuple[str, Layout], fx.Node] = {}
+        self.on_host: dict[tuple[str, Layout], fx.Node] = {}  # weights, before they are fetched
         self.layers: dict[str, str] = {}
         self.steps: dict[str, int] = {}
         self.parents: dict[tuple[str, Layout], Move] = {
@@ -109,9 +111,8 @@ class _RankWriter:
             layout = self.program.inputs[item.name]
             shape = self.dims.local_shape(item.name, layout, self.coordinate)
             spec = TensorSpec(shape, item.spec.dtype, item.spec.requires_grad)
-            self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(
-                item.name, spec
-            )
+            values = self.on_host if item.name in self.program.on_host else self.values
+            values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(item.name, spec)
         for step in range(len(self.graph.operators)):
             self.write_operator(step)
         written = len(self.emitter.graph.nodes)
@@ -192,6 +193,8 @@ class _RankWriter:
     def value(self, name: str, layout: Layout) -> fx.Node:
         """Read a tensor in `layout`, converted at most once."""
         key = (name, self.canonical(name, layout))
+        if key in self.on_host:
+            return self.keep(key, self.fetch(self.on_host.pop(key)))
         if key not in self.values:
             if key not in self.parents:
                 raise CheckError(
@@ -202,6 +205,13 @@ class _RankWriter:
                 )
             return self.keep(key, self.convert(name, self.parents[key]))
         return self.values[key]
+
+    def fetch(self, weight: fx.Node) -> fx.Node:
+        """A weight's copy on the device."""
+        device = self.emitter.device or torch.device("cpu")
+        node = self.emitter.graph.call_function(fetch_target(), (weight, device))
+        self.emitter.meta[node] = self.emitter.meta[weight]
+        return node
 
     def convert(self, name: str, move: Move) -> fx.Node:
         if name in self.together and gathers(move):

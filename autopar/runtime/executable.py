@@ -39,7 +39,7 @@ class InputPart:
     over which the parameter's gradient is summed in buckets after backward; None if the program
     itself does all that is needed. A parameter with `gathers` is gathered by them once a step, ahead of the
     program, and its gradient, once it has added up, scattered the other way round. Ranks sum in `reduce`,
-    None is the gradient's own dtype.
+    None is the gradient's own dtype. A parameter that is `on_host` lies in the host's memory.
     """
 
     name: str
@@ -54,13 +54,15 @@ class InputPart:
     gathers: tuple[GatherCall, ...] = ()
     reduce: torch.dtype | None = None
     position: int = -1  # among the call's flat tensors, for user inputs
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayouts:
     """Constraints on later programs: the mesh, and the layouts that tensors already have.
 
-    `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
+    `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path; those that
+    are `on_host` lie in the host's memory;
     `stages_of_uses` are those of each use of each parameter and buffer, where `pipeline` has stages.
     """
 
@@ -70,6 +72,7 @@ class PinnedLayouts:
     stages_of_uses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pipeline: Pipeline = Pipeline()
     plan: Plan | None = None  # with stages on unlike meshes, whose later programs follow it
+    on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import DeviceModel
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, kept_starts
 from autopar.core.program import Program
@@ -60,6 +60,7 @@ class ForcedCompiler(compiler.Compiler):
     recompute: bool = False  # all but the last operator, the loss
     together: bool = False  # groups of weights are gathered at once
     offload: bool = False  # all that one stage makes and reads, but what backward reads first
+    on_host: bool = False  # weights, their gradients and what the optimizer keeps
     keeps: bool = False  # a plan for graphs that differ from its own in numbers alone, as the search's are
     graphs: list[Graph] = field(default_factory=list)
 
@@ -80,6 +81,9 @@ class ForcedCompiler(compiler.Compiler):
             users=request.user_layouts,
             gathering=self.gathering,
         )
+        if self.on_host:
+            weights = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+            program = replace(program, on_host=tuple(weights))
         if self.recompute:
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
         starts = self.pipeline.starts
@@ -110,6 +114,7 @@ def forced_compiler(
     recompute: bool = False,
     together: bool = False,
     offload: bool = False,
+    on_host: bool = False,
     keeps: bool = False,
 ) -> ForcedCompiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
@@ -130,6 +135,7 @@ def forced_compiler(
         recompute=recompute,
         together=together,
         offload=offload,
+        on_host=on_host,
         keeps=keeps,
     )
 

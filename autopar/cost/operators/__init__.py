@@ -6,6 +6,7 @@ price              what an operator costs under a strategy
 prices             prices of every strategy
 exchanges          seconds of collectives, and of exchanges inside of operators
 tensor_prices      seconds of every move, of sums and updates; bytes of parts
+host_weights       seconds of copies of weights that lie in the host's memory
 known_prices       prices that earlier searches found, of operators that are equal
 saved              what an operator saves for backward
 halo_convolution   a convolution's own rows and its neighbours'

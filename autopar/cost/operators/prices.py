@@ -10,7 +10,7 @@ axes that are alike, or by its local call: one `KnownOperator` for all that are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -76,6 +76,8 @@ class Prices(TensorPrices):
     _credited: dict[object, Price] = field(default_factory=dict)  # under the multipliers
     _group_prices: GroupPrices | None = None
     _parts: dict[ClusterSpec, Prices] = field(default_factory=dict)  # on parts of an unlike cluster
+    read_back: dict[str, int] = field(default_factory=dict)  # by weight, calls whose backward reads it
+    _hosting: dict[frozenset[str], Prices] = field(default_factory=dict)
     by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
 
     def __post_init__(self) -> None:
@@ -108,13 +110,26 @@ class Prices(TensorPrices):
             _moves={},
             _networks={},
             _parts={},
+            _hosting={},
         )
         made.by_group = self.by_group  # of which no price depends on multipliers
         return made
 
+    def hosting(self, names: Collection[str]) -> Prices:
+        """The prices where these weights lie in the host's memory; these, if they do."""
+        on_host = frozenset(names)
+        if on_host == self.on_host:
+            return self
+        if on_host not in self._hosting:
+            made = replace(self, on_host=on_host, _known=self.known, _parts={}, _hosting=self._hosting)
+            made.by_group = {number: each.hosting(on_host) for number, each in self.by_group.items()}
+            self._hosting[on_host] = made
+            self._hosting.setdefault(self.on_host, self)
+        return self._hosting[on_host]
+
     def in_order(self, ranks: Sequence[ClusterSpec]) -> Prices:
         """The prices of pipeline ranks on these parts of the cluster."""
-        made = replace(self, ranks=tuple(ranks), _known=self.known)
+        made = replace(self, ranks=tuple(ranks), _known=self.known, _hosting={})
         made.by_group = self.by_group  # with all that is known of groups
         return made
 
@@ -409,7 +424,8 @@ class Prices(TensorPrices):
 
 def _no_prices() -> dict[str, Any]:
     """Empty memories of prices, for other devices."""
-    return {"_own": {}, "_held": {}, "_credited": {}, "_bytes": {}, "_moves": {}, "_networks": {}}
+    names = ("_own", "_held", "_credited", "_bytes", "_moves", "_networks", "_hosting")
+    return {name: {} for name in names}
 
 
 def _factor(option: Option) -> str:

@@ -43,6 +43,9 @@ PARAMETER_LAUNCHES = {False: 10, True: 46}
 # Tensors that an optimizer reads or writes on a CPU, by how many it keeps of each weight: in one pass that is
 # fused, as of parallel modules, each of its own twice; one operator after the other as torch does by itself.
 LOOP_PASSES = {0: 3, 1: 8, 2: 19}
+# Bytes a second that an optimizer reads and writes of weights in the memory of a GPU's host: torch's fused
+# AdamW of 50 million float32, 32 bytes of each, took 80 ms on two cores; hosts of GPUs have more.
+HOST_STEP_BANDWIDTH = 20e9
 
 
 UNCAPPED = 1 << 60  # bytes: more than a device has
@@ -85,6 +88,7 @@ class TensorPrices:
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     groups: FusedGroups | None = None  # of a compiled program
     ranks: tuple[ClusterSpec, ...] = ()  # of each pipeline rank the part that holds it, where they are unlike
+    on_host: frozenset[str] = frozenset()  # weights that lie in the host's memory
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _known: PriceCache | None = None
@@ -258,11 +262,17 @@ class TensorPrices:
         """
         return self._exchanges.copy(nbytes) if self.device.kind == "cpu" else 0.0
 
+    def host_copy(self, nbytes: int) -> float:
+        """Seconds of a copy between the device and its host."""
+        if self.cluster.host is not None:
+            return self.cluster.host.seconds(nbytes)
+        return self._exchanges.copy(nbytes) + self._fresh(nbytes)
+
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
         the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.step_weight * seconds if leads else seconds
+        return self.step_weight * seconds if leads and name not in self.on_host else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """Seconds of a weight's conversion: its all-reduce is that of a bucket, or of a gradient where it
@@ -331,7 +341,11 @@ class TensorPrices:
         return self._bytes[key]
 
     def state_bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of a parameter with its gradient and optimizer state; frozen ones have neither."""
+        """Bytes on the device of a parameter with its gradient and optimizer state."""
+        return 0 if name in self.on_host else self.owned_bytes(name, layout)
+
+    def owned_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of a parameter with gradient and optimizer state, anywhere; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
         if not self._requires_grad(name):
             return nbytes
@@ -343,11 +357,14 @@ class TensorPrices:
         if not self._requires_grad(name):
             return 0.0
         is_parallel = self.dims.mesh.num_devices > 1
-        moved = 2 * self.state_bytes(name, layout)
+        moved = 2 * self.owned_bytes(name, layout)
         kept = round(self.optimizer.ratio)
-        if self.device.kind == "cpu" and not is_parallel and kept in LOOP_PASSES:
+        is_alone = not is_parallel and name not in self.on_host  # torch's own loop, not a parallel module's
+        if self.device.kind == "cpu" and is_alone and kept in LOOP_PASSES:
             moved = LOOP_PASSES[kept] * self.local_bytes(name, layout)
-        seconds = moved / self.device.bandwidth + self._exchanges.host(PARAMETER_LAUNCHES[is_parallel])
+        is_away = name in self.on_host and self.device.kind != "cpu"
+        bandwidth = HOST_STEP_BANDWIDTH if is_away else self.device.bandwidth
+        seconds = moved / bandwidth + self._exchanges.host(PARAMETER_LAUNCHES[is_parallel])
         return self.model.slowdown * seconds
 
 

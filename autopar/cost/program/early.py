@@ -83,6 +83,8 @@ def early_exchanges(priced: PricedProgram) -> Iterator[EarlyExchange]:
             continue
         before, after = priced.move_parts(value)
         place = priced.place_of(value)
+        if value.name in priced.program.on_host:  # its gather waits for its fetch
+            continue
         if value.name in weights and gathers(value.move):
             yield EarlyExchange(Phase.FORWARD, place, before, before)
             yield EarlyExchange(Phase.BACKWARD, place, after, after)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.costs import LinkLike
 from autopar.core.offload import OffloadedTensor
+from autopar.cost.operators.host_weights import stream_seconds
 from autopar.runtime.saved.offload import AHEAD
 
 if TYPE_CHECKING:
@@ -105,13 +106,21 @@ def clock(priced: PricedProgram) -> Clock:
 
 
 def wait_seconds(priced: PricedProgram) -> tuple[float, float]:
-    """Seconds by which forward and backward of a micro-batch are late for what the program moves."""
+    """Seconds by which forward and backward of a micro-batch wait for copies from and to the host."""
     items = offloaded(priced)
     link = priced.prices.cluster.host
+    forward, backward = streamed(priced)
     if not items or link is None:
-        return 0.0, 0.0
+        return forward, backward
     times = clock(priced)
-    return forward_wait(items, times, link), backward_wait(items, times, link)
+    return forward + forward_wait(items, times, link), backward + backward_wait(items, times, link)
+
+
+def streamed(priced: PricedProgram) -> tuple[float, float]:
+    """Seconds of a micro-batch's copies of weights to the device, and of their gradients back."""
+    inputs = priced.program.inputs
+    parts = [stream_seconds(priced.prices, name, inputs[name]) for name in priced.program.on_host]
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
 def forward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> float:

@@ -33,6 +33,9 @@ class PricedProgram:
     program: Program
     base: PricedProgram | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prices", self.prices.hosting(self.program.on_host))
+
     @property
     def graph(self) -> Graph:
         """The graph of one micro-batch."""
@@ -116,7 +119,7 @@ class PricedProgram:
 
     @property
     def plain(self) -> PricedProgram:
-        """The program without remedies: nothing is recomputed, nothing offloaded."""
+        """The program without remedies: nothing is recomputed, no activation offloaded."""
         return self.remedied(recompute=(), offload=())
 
     def gathered_together(self, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
@@ -124,6 +127,11 @@ class PricedProgram:
 
         None spans stages that begin at `starts`."""
         return gathered_together(self, cap, starts)
+
+    def hosting(self, names: Sequence[str]) -> PricedProgram:
+        """The program with these weights in the host's memory, and no remedies."""
+        program = replace(self.plain.program, on_host=tuple(names))
+        return PricedProgram(self.prices, program)
 
     def remedied(
         self,

@@ -102,6 +102,7 @@ class _Recorder:
     def __init__(self, priced: PricedProgram) -> None:
         self.graph, self.prices, self.program = priced.graph, priced.prices, priced.program
         self.value: dict[Key, int] = {}
+        self.on_host: dict[Key, int] = {}  # weights, before they are fetched
         self.root: list[int] = []
         self.nbytes: list[int] = []
         self.names: list[str] = []
@@ -217,7 +218,8 @@ class _Recorder:
         layout = self.program.inputs[item.name]
         copied = item.kind is InputKind.USER and not _is_one_block(item.spec.shape, layout)
         value = self.new(item.name, self.prices.local_bytes(item.name, layout) if copied else 0)
-        self.value[item.name, self.tidy(item.name, layout)] = value
+        values = self.on_host if item.name in self.program.on_host else self.value
+        values[item.name, self.tidy(item.name, layout)] = value
         return value
 
     def add(self, place: int, call: CallMemory) -> None:
@@ -250,12 +252,25 @@ class _Recorder:
     def converted(self, name: str, layout: Layout, place: int) -> int:
         """Convert a tensor to `layout`, at most once."""
         key = name, self.tidy(name, layout)
+        if key in self.on_host:
+            self.add(place, self.fetch(name, key))
         if key not in self.value:
             if name in self.together and gathers(self.moves[key]):
                 self.gather_together(self.together[name], place)
             else:
                 self.add(place, self.convert(name, self.moves[key], place))
         return self.value[key]
+
+    def fetch(self, name: str, key: Key) -> CallMemory:
+        """Make a weight's copy on the device, by the call that is added next; its gradient is on the host."""
+        source, nbytes = self.on_host.pop(key), self.prices.local_bytes(*key)
+        self.value[key] = value = self.new(name, nbytes)
+        self.gathered.add(value)
+        learns = self.prices.training and self.graph.specs[name].requires_grad
+        gradients = (Gradient(source, 0, None),) if learns else ()
+        return CallMemory(
+            (source,), (CallResult(value, nbytes, None),), frozenset(), 0, gradients, repeats=True
+        )
 
     def gather_together(self, names: Sequence[str], place: int) -> None:
         """Add the one call that gathers a group of weights, and the casts before it."""
@@ -323,7 +338,7 @@ class _Recorder:
         return {
             (item.name, move)
             for item in self.graph.inputs
-            if item.kind is InputKind.PARAMETER
+            if item.kind is InputKind.PARAMETER and item.name not in self.program.on_host
             for move in leading(
                 self.tidy(item.name, self.program.inputs[item.name]),
                 needs.get(item.name, ()),
@@ -339,6 +354,7 @@ class _Recorder:
         axes = {axis for move in deferred for axis in move.axes} - gathered
         summed = math.prod(mesh.shape[axis] for axis in axes) > 1
         nbytes = self.prices.local_bytes(item.name, self.program.inputs[item.name])
+        nbytes = 0 if item.name in self.program.on_host else nbytes
         copy = self.copies.get(item.name)
         full = 0 if copy is None else self.prices.local_bytes(item.name, copy)
         key = mesh.key(sorted(axes)) if summed else None

@@ -114,7 +114,9 @@ class _ValueFinder:
         direct = self.needs[name]
 
         moves, gathering = self.program.moves.get(name, ()), self.program.gathering(name)
-        first = leading(source, direct, moves, gathering) if name in self.parameters else []
+        first: list[Move] = []
+        if name in self.parameters and name not in self.program.on_host:
+            first = leading(source, direct, moves, gathering)
 
         def visit(layout: Layout, move: Move | None) -> Value:
             onward = children.get(layout, [])

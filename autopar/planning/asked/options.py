@@ -316,15 +316,16 @@ class PlacementOptions(TypedDict, total=False):
     offload: Annotated[
         str | None,
         OptionSpec(
-            metavar="none|all|auto",
+            metavar="none|all|state|auto",
             default=AUTO,
             types=(object,),
             read=partial(read_choice, "--offload", Offload),
-            help="What waits for backward in host memory; auto: under a memory cap what hides behind "
-            "compute.",
-            more="Where the cluster has a link to the host. All, with one stage only, are the tensors that "
-            "are worth a copy; auto takes as many as a cap asks for, in stages of schedules that don't "
-            "split backward.",
+            help="What waits in host memory; auto: under a memory cap activations whose copies hide, "
+            "and weights if nothing else fits.",
+            more="Where the cluster has a link to the host. All, with one stage only, are the activations "
+            "that are worth a copy; auto takes as many as a cap asks for, in stages of schedules that don't "
+            "split backward. State, with one stage only, are all weights, their gradients and what the "
+            "optimizer keeps, which steps there: a weight is on the device while it is used.",
         ),
     ]
 

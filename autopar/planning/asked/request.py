@@ -86,6 +86,7 @@ class Request:
     imbalance: float | None = None  # rows of the fullest rank of experts, in even shares, as the user says
     hosts: tuple[int, ...] = ()  # of pipeline ranks whose stages lie already, as in `Pipeline`
     meshes: tuple[Mesh, ...] = ()  # of the stages, where each has its own
+    on_host: frozenset[str] | None = None  # weights that lie already, by target: those in the host's memory
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -192,9 +193,9 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     ranks = len(own) or ranks
     if request.mesh:
         _check_mesh(request.mesh, cluster, ranks or 1)
-    if request.offload is Offload.ALL:
+    if request.offload in (Offload.ALL, Offload.STATE):
         ranks = 1 if ranks is None else ranks
-        _check_offload(cluster, ranks)
+        _check_offload(request.offload, cluster, ranks)
     if ranks is None or count is None:
         return request, Auto(ranks, count, exactly=options.micro_batches is None)
     kind = request.schedule
@@ -220,8 +221,8 @@ def _compiled(request: Request) -> Request:
     """The request where programs are compiled: nothing is offloaded unless it is asked for, which is refused,
     as are schedules that split backward."""
     found = []
-    if request.offload is Offload.ALL:
-        found.append(("--offload all", "none or auto", "leave out --offload"))
+    if request.offload in (Offload.ALL, Offload.STATE):
+        found.append((f"--offload {request.offload.value}", "none or auto", "leave out --offload"))
     if request.overlap:
         found.append(("--overlap", "no gathers that start early", "leave out --overlap"))
     if request.schedule in SPLIT_BACKWARD:
@@ -323,17 +324,20 @@ def _check_mesh(mesh: Mesh, cluster: ClusterSpec, ranks: int) -> None:
         )
 
 
-def _check_offload(cluster: ClusterSpec, ranks: int) -> None:
-    """Raise InputError if nothing can be offloaded, although that is asked for."""
-    found = None
+def _check_offload(offload: Offload, cluster: ClusterSpec, ranks: int) -> None:
+    """Raise InputError if nothing can be offloaded, although that is asked for. Weights of CPUs may be, into
+    a part of their memory: so what GPUs would do can be tried."""
+    found, is_state = None, offload is Offload.STATE
     if ranks != 1:
-        found, wanted = f"all with {ranks} stages", "one stage, whose forward backward follows at once"
+        found = f"{offload.value} with {ranks} stages"
+        wanted = "one stage" if is_state else "one stage, whose forward backward follows at once"
         remedy = "leave out --stages, or write --offload auto"
-    elif cluster.host is None and cluster.device_type == "cpu":
+    elif cluster.host is None and cluster.device_type == "cpu" and not is_state:
         found, wanted = "all on CPUs, whose memory is the host's", "devices with memory of their own"
         remedy = "write --offload none"
-    elif cluster.host is None:
-        found, wanted = "all on a cluster without a link to the host", "how fast copies to the host are"
+    elif cluster.host is None and cluster.device_type != "cpu":
+        found = f"{offload.value} on a cluster without a link to the host"
+        wanted = "how fast copies to the host are"
         remedy = "add links.host to the cluster's file, or ClusterSpec(host=Link(...))"
     if found:
         raise InputError(where="--offload", found=found, wanted=wanted, remedy=remedy)

@@ -1,8 +1,8 @@
 """What holds of every plan, and may not of a file that was broken or edited.
 
 Numbers are at least 0 and no larger than a sum of them may be, layouts have a placement for each axis of the
-mesh, weights that are gathered together one gather each, and stages are as many as the schedule gives its
-ranks.
+mesh, weights that are gathered together one gather each, those on the host are of plans without stages, and
+stages are as many as the schedule gives its ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def broken_laws(plan: Plan) -> Iterator[str]:
     yield from _numbers("result", plan)
     yield from _axes(plan)
     yield from _groups(plan)
+    yield from _on_host(plan)
     yield from _moments(plan)
     yield from _stages(plan)
 
@@ -101,6 +102,16 @@ def _groups(plan: Plan) -> Iterator[str]:
         if not (alike and alone and gathers) or len({*names}) < len(names) or not seen.isdisjoint(names):
             yield f"{show_value(names)} @ result.program.together[{index}]"
         seen.update(names)
+
+
+def _on_host(plan: Plan) -> Iterator[str]:
+    """Weights on the host that are no inputs, or are there twice, or belong to a plan with stages."""
+    for index, program in enumerate((plan.program, *plan.programs)):
+        names = program.on_host
+        strange = [name for name in names if name not in program.inputs or names.count(name) > 1]
+        if strange or (names and plan.pipeline.is_staged):
+            where = f"programs[{index - 1}]" if index else "program"
+            yield f"{show_value((strange or names)[0])} @ result.{where}.on_host"
 
 
 def _moments(plan: Plan) -> Iterator[str]:

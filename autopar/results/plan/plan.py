@@ -131,6 +131,7 @@ class Plan:
     bubble: float = 0.0
     offloaded: tuple[Offloaded, ...] = ()
     offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
+    host_bytes: int = 0  # of weights there, with gradients and optimizer state, of each device
     graph: Fingerprint = Fingerprint()
     interpolated_share: float = 0.0
     error: float = 0.0
@@ -260,6 +261,7 @@ class Plan:
                 "bytes": sum(item.nbytes for item in self.offloaded),
                 "seconds": self.offload_seconds,
             },
+            "host": {"weights": list(self.program.on_host), "bytes": self.host_bytes},
             "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "serial": self.serial.as_dict() if self.serial else None,
             "alternatives": [item.as_dict() for item in self.alternatives],

@@ -200,6 +200,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
         f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
         *_offload(plan),
+        *_on_host(plan),
         f"solver    {how_it_ended(plan.status, plan.gap)}gap {gap_of(plan.gap)}: "
         f"{what_gap_says(plan.gap, plan.scope, staged=plan.pipeline.is_staged)}",
         *_least(plan),
@@ -217,6 +218,16 @@ def _least(plan: Plan) -> Iterator[str]:
             f"          whatever the mesh and stages, none is faster by more than {more}: one device's "
             f"operators, shared evenly, take {show_seconds(least)}"
         )
+
+
+def _on_host(plan: Plan) -> list[str]:
+    names = plan.program.on_host
+    if not names:
+        return []
+    return [
+        f"host      {show_bytes(plan.host_bytes)} per device of {len(names)} weights, their gradients and "
+        f"optimizer state lie in host memory; the step waits {show_seconds(plan.offload_seconds)} for copies"
+    ]
 
 
 def _offload(plan: Plan) -> list[str]:

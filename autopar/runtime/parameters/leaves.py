@@ -255,6 +255,7 @@ class Leaves:
 
     def _check(self, part: InputPart, outer: Tensor) -> None:
         laid = f"as {placements_of(part.layout)} with local shape"
+        kind = "cpu" if part.on_host else self._mesh.device_type
         if isinstance(outer, DTensor) == self._plain:
             found = f"a {type(outer).__name__} of shape {tuple(outer.shape)}"
         elif isinstance(outer, DTensor) and (
@@ -263,15 +264,14 @@ class Leaves:
             found = f"a DTensor as {outer.placements} on {outer.device_mesh}"
         elif tuple(local(outer).shape) != part.part.shape:
             found = f"a local part of shape {tuple(local(outer).shape)}"
-        elif local(outer).device.type != self._mesh.device_type:
+        elif local(outer).device.type != kind:
             found = f"a tensor on {local(outer).device}"
         else:
             return
         raise InputError(
             where=f"parameter {part.target}",
             found=found,
-            wanted=f"a {'tensor of shape' if self._plain else f'DTensor {laid}'} {part.part.shape} "
-            f"on {self._mesh.device_type}",
+            wanted=f"a {'tensor of shape' if self._plain else f'DTensor {laid}'} {part.part.shape} on {kind}",
             remedy="change values in place or with load_state_dict, and parallelize again for another device",
         )
 

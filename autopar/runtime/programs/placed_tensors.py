@@ -48,9 +48,11 @@ from autopar.runtime.parameters.parameters import (
 )
 from autopar.runtime.programs.missing_values import MissingValues
 from autopar.runtime.programs.parameter_changes import ParameterChanges
+from autopar.runtime.saved.host_weights import in_host_memory
 from autopar.runtime.tree import serial_model
 from autopar.runtime.tree.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.tree.user_tree import UserTree, came_later, placed_parameters
+from autopar.torch_seams.dtensors import with_part
 from autopar.trace.values.structure import parts_of
 
 
@@ -190,22 +192,31 @@ class PlacedTensors:
         values = self._values(full)
         if holders and self.pipeline.placed(dist.get_rank(), devices)[0] not in holders:
             return None, stored
-        mine = part.part.take(values).to(self._device)
+        mine = part.part.take(values)
         if mine.layout is not torch.strided:
-            return mine, stored
-        mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
+            return mine.to(self._device), stored
+        mine = self._copy(part, mine)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
             outer = nn.Parameter(self._laid(part, mine), requires_grad=full.requires_grad)
             if full.grad is not None and not full.is_meta:  # of steps before parallelize
-                gradient = part.part.take(full.grad.detach()).to(self._device)
-                outer.grad = self._laid(part, gradient.clone(memory_format=torch.contiguous_format))
+                outer.grad = self._laid(part, self._copy(part, part.part.take(full.grad.detach())))
             return outer, stored
         return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
+
+    def _copy(self, part: InputPart, mine: Tensor) -> Tensor:
+        """A copy of this rank's part, in the memory in which it lies."""
+        if part.on_host:
+            return in_host_memory(mine, self._device)
+        return mine.to(self._device).clone(memory_format=torch.contiguous_format)
 
     def _laid(self, part: InputPart, mine: Tensor) -> Tensor:
         """What a user has of a parameter, of which this rank has `mine`."""
         assert self._mesh is not None
-        return mine if self.are_plain else distribute(part, mine, self._mesh[1])
+        if self.are_plain:
+            return mine
+        # On the meta device, since DTensors would take what lies on the host to the mesh's.
+        laid = distribute(part, mine.to("meta") if part.on_host else mine, self._mesh[1])
+        return with_part(mine, laid) if part.on_host else laid
 
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
@@ -232,6 +243,7 @@ class PlacedTensors:
             f"{item.target} as {show(item.layout)}"
             for item in states
             if not _lie_alike(item.part, self._parts[item.target].part)
+            or item.on_host != self._parts[item.target].on_host
         ]
         if isinstance(made, StagedExecutable) and made.mesh.even == self._mesh[0].even and not moved:
             self._check_stages(made)
@@ -273,7 +285,10 @@ class PlacedTensors:
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._parts.items()}
-        return PinnedLayouts(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline, self._plan)
+        on_host = frozenset(item.target for item in self._parts.values() if item.on_host)
+        return PinnedLayouts(
+            self._mesh[0], stored, users, self._stages_of_uses, self.pipeline, self._plan, on_host
+        )
 
     def of(self, tree: UserTree) -> PlacedTensors:
         """The tensors of a copy of the module, which lie alike."""

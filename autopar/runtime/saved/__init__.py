@@ -2,6 +2,7 @@
 
 recompute        recomputed instead of kept
 offload          kept in the host's memory
+host_weights     weights in the host's memory, fetched for each use
 regather         gathered weights that are freed, and regathered
 split_backward   what is kept between the halves of a split backward
 """

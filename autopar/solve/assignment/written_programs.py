@@ -35,7 +35,7 @@ class WrittenPrograms:
 
     def tables(self, graph: Graph, prices: Prices, space: Space, folding: Folding) -> ChoiceTables:
         """Tables, made once for all multipliers as programs are; raises WideError where there are none."""
-        key = _content(space)
+        key = _content(space, prices)
         if self.known_tables is not None and self.known_tables[0] == key and not prices.early:
             _, _, known = self.known_tables
             if known is None:
@@ -51,7 +51,7 @@ class WrittenPrograms:
         self, graph: Graph, prices: Prices, space: Space, folding: Folding, *, offloads: bool
     ) -> MemoryTables:
         """Tables in which bytes have a price, made once as well."""
-        key = _content(space), offloads
+        key = _content(space, prices), offloads
         if self.known_memory is not None and self.known_memory[0] == key:
             _, _, known = self.known_memory
             if known is None:
@@ -67,7 +67,7 @@ class WrittenPrograms:
         """The program that `Problem` writes, from one that differs by its costs alone if there is one."""
         if prices.early or how.get("memory_price", FREE) != FREE:  # other costs depend on multipliers, too
             return Problem(graph, prices, space, folding, **how)
-        key = _content(space), tuple(sorted(how.items(), key=lambda item: item[0]))
+        key = _content(space, prices), tuple(sorted(how.items(), key=lambda item: item[0]))
         found = self.known.pop(key, None)
         if found is None:
             found = Problem(graph, prices, space, folding, **how)
@@ -79,10 +79,12 @@ class WrittenPrograms:
         return found
 
 
-def _content(space: Space) -> object:
-    """Equal for spaces of the same choices; strategies are those of one mesh, which lists share."""
+def _content(space: Space, prices: Prices) -> object:
+    """Equal for spaces of the same choices, with the same weights on the device.
+
+    Strategies are those of one mesh, which lists share."""
     strategies = tuple(tuple(map(id, each)) for each in space.strategies.values())
-    return strategies, _ends(space.inputs), _ends(space.outputs), space.gatherings
+    return strategies, _ends(space.inputs), _ends(space.outputs), space.gatherings, prices.on_host
 
 
 def _ends(layouts: Mapping[str, Iterable[Layout]]) -> object:

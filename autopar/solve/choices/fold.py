@@ -9,7 +9,7 @@ decoder, or the levels of a convolutional net, are several such runs, with class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,13 +54,14 @@ def fold(
     pins: Pins | None = None,
     roles: Mapping[str, object] | None = None,
     stored: Mapping[str, Layout] | None = None,
+    on_host: Collection[str] = (),
 ) -> Folding:
     """Find the run of equal blocks that covers most operators, then others before and behind it; equal ones
     are pinned alike, have the same role, if any, in what a compiler fuses, and weights that lie alike where
-    these are `stored` (by target) already."""
+    these are `stored` (by target) already, and in the same memory, the device's or the host's."""
     operators = graph.operators
     states = (item for item in graph.inputs if item.kind is not InputKind.USER)
-    lie = {item.name: stored[item.target] for item in states if stored and item.target in stored}
+    lie = {item.name: ((stored or {}).get(item.target, ""), item.name in on_host) for item in states}
     numbers: dict[Any, int] = {}
     signs = tuple(
         numbers.setdefault(
@@ -99,7 +100,7 @@ def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
     return None if pin is None else tuple(pin)
 
 
-def _sign(operation: Operator, graph: Graph, dims: Dims, lie: Mapping[str, Layout]) -> Any:
+def _sign(operation: Operator, graph: Graph, dims: Dims, lie: Mapping[str, tuple[Any, bool]]) -> Any:
     specs, atoms = graph.specs, dims.atoms.of
     args = text_of(operation, lambda name: f"{specs[name]}{atoms[name]}{lie.get(name, '')}")
     results = tuple(f"{specs[name]}{atoms[name]}" if name else "" for name in operation.results)

@@ -133,7 +133,10 @@ def decoded(
     }
     mesh = problem.prices.dims.mesh
     reduce = problem.prices.reduce
-    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special, reduce=reduce)
+    on_host = tuple(item.name for item in graph.inputs if item.name in problem.prices.on_host)
+    return Program(
+        mesh, inputs, strategies, moves, outputs, gatherings=special, reduce=reduce, on_host=on_host
+    )
 
 
 def _moves_of(

@@ -72,6 +72,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
+from autopar.cost.operators.host_weights import stream_seconds
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
 from autopar.solve.choices.direct_ways import DirectWays, ways
@@ -345,6 +346,7 @@ class Problem:
         if tensor.name not in self.wiring.kinds:
             return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
         waits = self.wiring.is_parameter(tensor.name) and self.prices.step_weight < 1.0
+        waits = waits and tensor.name not in self.prices.on_host
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
             phase = first_phase(gathering, waits=waits)
@@ -470,6 +472,7 @@ class Problem:
             layout, gathering = stored
             cost = self.prices.update(tensor.name, layout) if self.wiring.is_parameter(tensor.name) else 0.0
             cost *= self.prices.step_weight
+            cost += sum(stream_seconds(self.prices, tensor.name, layout))
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.wiring.at_rest(tensor.name) and not self.wiring.may_be_left(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count

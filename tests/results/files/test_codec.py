@@ -185,6 +185,17 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
         lambda d: d["result"]["program"].update(together=[["input_0", "input_0"]]),
         r"\['input_0', 'input_0'\]|\('input_0', 'input_0'\) @ result.program.together\[0\]",
     ),
+    "a weight on the host that is no input": (
+        lambda d: d["result"]["program"].update(on_host=["other"]),
+        r"'other' @ result.program.on_host",
+    ),
+    "weights on the host of stages": (
+        lambda d: (
+            d["result"]["program"].update(on_host=["input_0"]),
+            d["result"]["pipeline"].update(ranks=2, starts=[0, 2]),
+        ),
+        r"'input_0' @ result.program.on_host",
+    ),
     "starts that go back": (
         lambda d: d["result"]["pipeline"].update(starts=[0, 3, 2]),
         "which don't ascend from 0 @ result.pipeline",

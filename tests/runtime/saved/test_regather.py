@@ -85,6 +85,7 @@ def parallel(
     *,
     offload: bool = False,
     together: bool = False,
+    on_host: bool = False,
 ) -> ParallelModule:
     shape, wanted, pipeline, again = PLANS[plan]
     compiler = forced_compiler(
@@ -95,6 +96,7 @@ def parallel(
         recompute=again,
         together=together,
         offload=offload,
+        on_host=on_host,
     )
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
     return ParallelModule(model, compiler, describe=describe, device=CPU, by_steps=by_steps)
@@ -112,10 +114,12 @@ def train(
     offload: bool = False,
     together: bool = False,
     compiles: bool = False,
+    on_host: bool = False,
 ) -> None:
     """On a worker: three steps of a plan, and of the serial model."""
     pipeline = PLANS[plan][2]
-    serial, ours = make_net(), parallel(plan, gathering, make_net(), offload=offload, together=together)
+    words = {"offload": offload, "together": together, "on_host": on_host}
+    serial, ours = make_net(), parallel(plan, gathering, make_net(), **words)
     ours.prepare(*batch())
     if compiles:
         ours.compile()

@@ -1,0 +1,94 @@
+"""Assignments under a cap that nothing else meets: some weights lie in the host's memory.
+
+With their gradients and optimizer state they do; the larger come first. Fewer of them leave less room on the
+device, where more is recomputed then: of the numbers that a bisection for the fewest comes by the fastest is
+taken. The host holds weights and gradients in pinned memory, which comes in powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.core.graph import InputKind
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import InfeasibleError
+from autopar.solve.program.solution import CutoffError, Solution
+from autopar.units import show_bytes
+
+Assign = Callable[[Prices], Solution]
+Complete = Callable[[PricedProgram], Solution]  # recomputes and offloads so that a program fits, if it can
+
+
+def out_of_core(assign: Assign, prices: Prices, cap: int, complete: Complete) -> Solution:
+    """The best assignment, with weights on the host if none fits without; raises what `assign` does if none
+    fits so either."""
+    try:
+        return assign(prices)
+    except CutoffError:
+        raise
+    except InfeasibleError as error:
+        try:
+            found = assign(prices.hosting(weights_of(prices)))
+        except InfeasibleError:
+            raise error from None
+        best = fewest_on_host(found, cap, complete)
+        if best is None:
+            raise
+        return best
+
+
+def weights_of(prices: Prices) -> list[str]:
+    """The weights that may lie in the host's memory: all parameters that operators take."""
+    used = {name for item in prices.graph.operators for name in item.operands}
+    kinds = ((item.name, item.kind) for item in prices.graph.inputs)
+    return [name for name, kind in kinds if kind is InputKind.PARAMETER and name in used]
+
+
+def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | None:
+    """The fastest of solutions with the largest weights of `found` on the host, or all of its; None if those
+    find no room there."""
+    inputs, prices = found.program.inputs, found.priced.prices
+    names = sorted(found.program.on_host, key=lambda name: -prices.owned_bytes(name, inputs[name]))
+    if not has_room(found.priced, names):
+        return None
+    best, low, high = found, 0, len(names)
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = complete(found.priced.hosting(names[:middle]))
+        if trial.peak.nbytes <= cap:
+            high, best = middle, min(best, trial, key=lambda each: each.seconds)
+        else:
+            low = middle
+    return best
+
+
+def check_room(priced: PricedProgram) -> None:
+    """Raise InfeasibleError where weights that are to lie on the host find no room there."""
+    if not has_room(priced, names := priced.program.on_host):
+        cluster = priced.prices.cluster
+        raise InfeasibleError(
+            where="--offload state",
+            found=f"{show_bytes(_needed(priced, names))} per device, some of it pinned",
+            wanted=f"at most {show_bytes(cluster.host_memory or 0)} for {cluster.devices_per_node} devices",
+            remedy="raise host_memory in the cluster's file, write --offload auto, or use more nodes",
+        )
+
+
+def has_room(priced: PricedProgram, names: Sequence[str]) -> bool:
+    """Whether a device's share of its node's memory holds these weights, gradients and optimizer state."""
+    cluster = priced.prices.cluster
+    if cluster.host_memory is None:
+        return True
+    return _needed(priced, names) <= cluster.host_memory // cluster.devices_per_node
+
+
+def _needed(priced: PricedProgram, names: Sequence[str]) -> int:
+    return sum(_held(priced, name) for name in names)
+
+
+def _held(priced: PricedProgram, name: str) -> int:
+    prices, layout = priced.prices, priced.program.inputs[name]
+    nbytes, owned = prices.local_bytes(name, layout), prices.owned_bytes(name, layout)
+    pinned = 1 << max(0, nbytes - 1).bit_length()
+    return owned + min(owned // max(1, nbytes), 2) * (pinned - nbytes)

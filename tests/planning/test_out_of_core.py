@@ -1,0 +1,110 @@
+"""Weights on the host: where a cap asks for them, as many as it asks for, at the price of their copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.mesh import Mesh
+from autopar.cost.operators.host_weights import stream_seconds
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import wait_seconds
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import InfeasibleError
+from autopar.results.plan.plan import Plan
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from tests.forced_programs import force_kinds, traced
+from tests.runtime.forced_compiler import ROUGH
+
+WIDTH, LAYERS = 64, 12
+LAYER = WIDTH * WIDTH * 4  # bytes of a matrix in float32
+STATE = 4 * LAYERS * LAYER  # weights, gradients and what Adam keeps
+CAP = STATE // 4
+UNIT = Link(bandwidth=1.0, latency=1.0)  # 1 byte/s, after 1 s
+
+
+class Deep(nn.Module):
+    """Matrices beside which all else is small; the first reads an input without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def cluster(**other: Any) -> ClusterSpec:
+    return ClusterSpec(nodes=1, devices_per_node=1, device="h100", intra=UNIT, **other)
+
+
+def plan(memory: int, *, room: int | None = None, **options: Any) -> Plan:
+    """A plan for one H100 of so many bytes, with a PCIe link to a host with so much room."""
+    host = Link(bandwidth=25e9, latency=1e-5)
+    where = cluster(host=host, host_memory=room)
+    words = {"memory": memory, "measure": False, "stages": 1, "micro_batches": 1} | options
+    return autopar.plan(Deep(), where, (torch.randn(8, WIDTH),), **words)
+
+
+def test_a_cap_that_nothing_else_meets_sends_weights_to_the_host() -> None:
+    found = plan(CAP)
+    hosted = len(found.program.on_host)
+    assert 0 < hosted < LAYERS and found.peak_bytes <= CAP
+    assert found.host_bytes == hosted * (4 * LAYER + 4) and found.offload_seconds > 0.0
+    assert "lie in host memory" in str(found) and found.as_dict()["host"]["weights"]
+    assert found.parts.copies == pytest.approx(found.offload_seconds)
+    assert sum(found.parts.as_dict().values()) - found.parts.hidden == pytest.approx(found.step_seconds)
+
+
+def test_where_there_is_memory_none_do() -> None:
+    found = plan(2 * STATE)
+    assert not found.program.on_host and found.host_bytes == 0
+
+
+def test_more_memory_keeps_more_weights_on_the_device() -> None:
+    counts = [len(plan(STATE // part).program.on_host) for part in (2, 4, 8)]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("options", [{"offload": "none"}, {"room": STATE // 2}])
+def test_without_a_host_that_has_room_there_is_no_plan(options: dict[str, Any]) -> None:
+    with pytest.raises(InfeasibleError):
+        plan(CAP, **options)
+
+
+def test_a_host_without_room_for_all_of_the_state_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="pinned.*host_memory"):
+        plan(2 * STATE, room=STATE // 2, offload="state")
+
+
+def test_a_bound_is_that_of_plans_without_a_cap() -> None:
+    free, found = plan(2 * STATE), plan(CAP)
+    assert found.status == "gap_limit" and found.step_seconds > free.step_seconds
+    assert found.step_seconds * (1 - found.gap) <= free.step_seconds * (1 + 1e-6)
+
+
+def test_all_of_the_state_goes_there_if_it_is_asked_for() -> None:
+    found = plan(2 * STATE, offload="state")
+    assert len(found.program.on_host) == LAYERS and found.state_bytes == 0
+
+
+def test_a_weight_is_fetched_for_each_call_that_reads_it_and_its_gradient_comes_back() -> None:
+    graph, _ = traced(Deep(), torch.randn(8, WIDTH))
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    names = [item.name for item in graph.inputs if item.spec.requires_grad]
+    plain = Prices(graph, dims, cluster(host=UNIT), ROUGH)
+    program = PricedProgram(plain, force_kinds(graph, dims, ["batch"])).hosting(names)
+    layout, once = program.program.inputs[names[0]], 1.0 + LAYER
+    of_each = [stream_seconds(program.prices, name, layout) for name in names]
+    assert of_each[0] == (once, once)  # its input has no gradient, for which it would be read in backward
+    assert set(of_each[1:]) == {(once, 2 * once)}
+    assert wait_seconds(program) == (LAYERS * once, (2 * LAYERS - 1) * once)
+    assert stream_seconds(plain, names[0], layout) == (0.0, 0.0)
