@@ -44,8 +44,9 @@ def other_form(graph: Graph, request: Request, cluster: ClusterSpec, micro_batch
 def search_form(
     graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans = NO_MEANS
 ) -> FoundPlan:
-    """The best plan as `search` finds it, of the graph or of it with losses in pieces, if memory slows the
-    former down; raises what `search` raises for the form that needs less."""
+    """The best plan of a graph, or of it with losses in pieces where memory slows the former down.
+
+    Raises what `search` raises for the form that needs less."""
 
     def decided(graph: Graph, cutoff: float) -> MeshDecision:
         return decide(graph, cluster, request, means, cutoff=cutoff)

@@ -369,8 +369,12 @@ def _summing(buckets: Table, saved: Table, sizes: BucketSizes) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes `saved` by a micro-batch in flight, the most that an operator needs beside them (at any time, and
-    `early`, with the gradients of the first backward), of all `gradients`, and where backward is split."""
+    """Bytes of every stage, for each cut at which it begins and ends.
+
+    `saved` are those of a micro-batch in flight; `working` the most that an operator needs beside them at any
+    time, `early` with the gradients of the first backward; `gradients` those of all its weights; `split` the
+    same where backward is split.
+    """
 
     saved: Table
     working: Table
