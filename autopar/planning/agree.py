@@ -69,14 +69,23 @@ def _tell(message: Any) -> Any:
 
 def packed(call: Call) -> bytes:
     """Overloads don't pickle, their names do."""
-    packet, overload = call.target.overloadpacket.__name__, overload_name(call.target)
-    return pickle.dumps((call.target.namespace, packet, overload, call.args, call.kwargs))
+    return pickle.dumps((parts_of_overload(call.target), call.args, call.kwargs))
 
 
 def unpacked(data: bytes) -> Call:
     """The call that was packed."""
-    namespace, packet, overload, args, kwargs = pickle.loads(data)
-    return Call(getattr(getattr(getattr(torch.ops, namespace), packet), overload), args, kwargs)
+    parts, args, kwargs = pickle.loads(data)
+    return Call(overload_of(*parts), args, kwargs)
+
+
+def parts_of_overload(target: Any) -> tuple[str, str, str]:
+    """The names by which an overload is found in any process."""
+    return target.namespace, target.overloadpacket.__name__, overload_name(target)
+
+
+def overload_of(namespace: str, packet: str, overload: str) -> Any:
+    """The overload of these names."""
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def kinds_of_ranks(device_type: str) -> list[str]:

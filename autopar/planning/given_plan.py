@@ -12,14 +12,17 @@ from pathlib import Path
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import canonical
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
 from autopar.planning.asked.option_environment import read, read_plan_file
 from autopar.planning.asked.options import NARROWING
+from autopar.planning.losses import as_planned
 from autopar.results.plan.plan import Plan
 from autopar.sharding.strategies import dims_of, is_legal, options_of
+from autopar.trace.export import Traced
 from autopar.units import show_bytes
 
 VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
@@ -132,6 +135,21 @@ def _of_values(program: Program, graph: Graph) -> Program:
             path = tuple({move.target: move for move in changes}.values())
         moves[name] = path
     return replace(program, moves=moves)
+
+
+def check_fits(plan: Plan, traced: Traced) -> None:
+    """Raise InputError unless a plan, which may come from a file, is one for the graph."""
+    graph = as_planned(traced, plan).graph
+    difference = fingerprint_of(graph).difference(plan.graph)
+    if difference is not None:
+        raise InputError(
+            where=f"plan: {difference.where} of the model",
+            found=difference.here,
+            wanted=difference.planned,
+            remedy="build the model, its inputs and the call as they were planned, or plan anew",
+        )
+    for program in plan.all_programs:
+        check_program(program, graph)
 
 
 def check_program(program: Program, graph: Graph) -> None:

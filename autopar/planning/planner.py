@@ -37,6 +37,8 @@ from autopar.errors import (
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Auto, Request
+from autopar.planning.book.book import book_of
+from autopar.planning.book.desk import Desk
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
@@ -363,10 +365,15 @@ class Planner:
         )
 
     def agree(self, traced: Traced, request: Request) -> Plan:
-        """Rank 0's plan on every rank; its error on every rank if it has none."""
-        self.measure_links()
-
-        plan = agree(lambda co_runners: self.find(traced.graph, request, co_runners), self.cluster)
+        """Rank 0's plan on every rank, of the book or searched; its error on every rank if it has none."""
+        desk = Desk(book_of(), traced, request, self.cluster, self.costdb)
+        plan = agree(lambda _: desk.take(), self.cluster) if desk.book else None
+        if plan is None:
+            self.measure_links()
+            plan = agree(
+                lambda co_runners: desk.search(lambda asked: self.find(traced.graph, asked, co_runners)),
+                self.cluster,
+            )
         difference = fingerprint_of(as_planned(traced, plan).graph).difference(plan.graph)
         if difference is not None:
             raise CheckError(
