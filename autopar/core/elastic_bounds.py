@@ -65,9 +65,8 @@ class Elastic:
 
 def is_restart(environment: Mapping[str, str]) -> bool:
     """Whether the launcher, ours or torchrun, has started the run before."""
-    return any(
-        environment.get(name, "0") not in ("", "0") for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT")
-    )
+    counts = (environment.get(name, "") for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
 
 
 def _counted(command: str) -> int:

@@ -1,6 +1,6 @@
-"""Plans for other clusters, ahead of the fault that makes them needed: `python -m autopar.planning.book.ahead`.
+"""Plans for other clusters, ahead of the fault that makes them needed.
 
-    ORDER PARENT     plans the order in that file, and ends with the process of that number
+    python -m autopar.planning.book.ahead ORDER PARENT     plans the order in that file; ends with its parent
 
 Nothing is measured, as ranks compute meanwhile. What was measured for the ranks that are there stands in for
 what wasn't for fewer: in a copy, so that no later plan takes it for a measurement.
