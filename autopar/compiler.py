@@ -21,9 +21,10 @@ from autopar.core.outputs import Outputs
 from autopar.core.uncollected import uncollected
 from autopar.errors import InputError
 from autopar.planning.asked.request import Request
-from autopar.planning.given_plan import as_stages_lie, check_fits
+from autopar.planning.given_plan import as_stages_lie
+from autopar.planning.graphs.fitting import as_planned, check_fits
 from autopar.planning.graphs.known_plans import kept, resized
-from autopar.planning.losses import as_known, as_planned, other_form
+from autopar.planning.losses import as_known, other_form
 from autopar.planning.planner import Planner
 from autopar.results.plan.announce import Announcer
 from autopar.results.plan.plan import Plan

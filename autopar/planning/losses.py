@@ -89,10 +89,3 @@ def as_known(traced: Traced, known: Sequence[Plan]) -> Traced:
     pieces = str(LINEAR_LOSS)
     has_pieces = any(layer.op == pieces for plan in known for layer in plan.layers)
     return replace(traced, graph=with_losses_in_pieces(traced.graph)) if has_pieces else traced
-
-
-def as_planned(traced: Traced, plan: Plan) -> Traced:
-    """The graph whose operators a plan decides on: as it was traced, or with its losses in pieces."""
-    pieces = with_losses_in_pieces(traced.graph)
-    names = {item.name for item in pieces.operators}
-    return replace(traced, graph=pieces) if names == plan.program.strategies.keys() else traced

@@ -40,9 +40,10 @@ from autopar.planning.asked.request import Auto, Request
 from autopar.planning.book.book import book_of
 from autopar.planning.book.desk import Desk
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
+from autopar.planning.graphs.fitting import as_planned
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
-from autopar.planning.losses import as_planned, decide_form, find_form, other_form
+from autopar.planning.losses import decide_form, find_form, other_form
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads

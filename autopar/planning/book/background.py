@@ -39,11 +39,7 @@ def planning_ahead(bounds: Elastic) -> Iterator[dict[str, str]]:
         thread = threading.Thread(target=_serve, args=(Path(orders), over), name="autopar-ahead")
         thread.start()
         try:
-            yield {
-                BOOK: str(folder.absolute()),
-                ORDERS: orders,
-                WORLDS: f"{bounds.least}:{bounds.most}",
-            }
+            yield {BOOK: str(folder.absolute()), ORDERS: orders, WORLDS: f"{bounds.least}:{bounds.most}"}
         finally:
             over.set()
             thread.join()
@@ -59,12 +55,12 @@ def _serve(folder: Path, over: threading.Event) -> None:
 
 def _plan(order: Path, over: threading.Event) -> None:
     """Have one order planned, or end that where it is over."""
-    command = [sys.executable, "-m", "autopar.planning.book.ahead", str(order), str(os.getpid())]
-    with subprocess.Popen(
-        command, stdout=sys.stderr, stdin=subprocess.DEVNULL, start_new_session=True
-    ) as made:
+    command = [sys.executable, "-m", "autopar.planning.ahead", str(order), str(os.getpid())]
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True) as made:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, made.pid, NICENESS)
         while made.poll() is None:
             if over.wait(LOOK_SECONDS):
                 made.kill()
+                made.wait()

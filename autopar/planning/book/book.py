@@ -1,10 +1,11 @@
 """The book: plans in files, by what was asked, for the starts of a run that follow its first.
 
     graph, request, cluster, versions -- sha256 --> key.content.json           searched as it was asked
-                                                    key.content.restart.json   ahead or in haste: for restarts
+                                                    key.content.restart.json   ahead or in haste
 
-A file's name has a digest of its bytes, so that a damaged one isn't run. What is taken must also be a plan for
-the graph that was traced now, on the cluster that is there, with strategies that rules of this version offer.
+A file's name has a digest of its bytes, so that a damaged one isn't run. What is taken must also be a plan
+for the graph that was traced now, on the cluster that is there, with strategies that rules of this version
+offer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.version import VERSION
 from autopar.errors import InputError
 from autopar.planning.asked.request import Request
-from autopar.planning.given_plan import check_fits, read_plan
+from autopar.planning.graphs.fitting import check_fits, read_plan
 from autopar.results.files.codec import FORMAT
 from autopar.results.plan.plan import Plan
 from autopar.trace.export import Traced
@@ -128,7 +129,7 @@ def _read(path: Path, cluster: ClusterSpec) -> Plan:
         found = _digest(path.read_bytes())
     except OSError as cause:
         raise _damaged(path, str(cause)) from cause
-    if found not in path.name:
+    if found != path.name.split(".")[1]:
         raise _damaged(path, "other bytes than were written")
     return read_plan(path, cluster)
 

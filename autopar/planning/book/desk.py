@@ -18,7 +18,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import SolverError
 from autopar.planning.asked.request import Request
 from autopar.planning.book.book import Book, key_of
-from autopar.planning.book.orders import ORDERS, Order
+from autopar.planning.book.orders import ORDERS, PlanOrder
 from autopar.planning.book.other_worlds import other_worlds
 from autopar.results.plan.plan import Plan
 from autopar.trace.export import Traced
@@ -83,7 +83,7 @@ class Desk:
         missing = tuple(pair for pair in keys if not book.has(pair[0]))
         if not missing:
             return
-        order = Order(self.traced.graph, self.request, self.cluster, missing, self.costdb, book.folder)
+        order = PlanOrder(self.traced.graph, self.request, self.cluster, missing, self.costdb, book.folder)
         try:
             order.write(Path(folder))
         except (OSError, pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:

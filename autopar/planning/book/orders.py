@@ -13,24 +13,23 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.cluster import ClusterSpec
-from autopar.planning.agree import overload_of, parts_of_overload
+from autopar.core.graph import Graph
 from autopar.planning.asked.request import Request
+from autopar.torch_seams.schemas import OpOverload, named_overload, overload_names
 
 ORDERS = "AUTOPAR_ORDERS"  # the environment variable in which the launcher names its folder of orders
 SUFFIX = ".order"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A graph that is planned for `cluster`, and is to be planned for others, each with the key of its plan.
+class PlanOrder:
+    """Says which other clusters a graph is to be planned for, each with the key of its plan.
 
     What is measured for `cluster` stands in for what isn't for others.
     """
 
-    graph: Any  # of autopar.core.graph
+    graph: Graph
     request: Request
     cluster: ClusterSpec
     others: tuple[tuple[str, ClusterSpec], ...]
@@ -46,14 +45,14 @@ class Order:
         os.replace(draft, draft.with_name(draft.name + SUFFIX))
 
     @staticmethod
-    def read(path: Path) -> Order:
+    def read(path: Path) -> PlanOrder:
         """The order in a file that `write` wrote."""
-        order: Order = pickle.loads(path.read_bytes())
+        order: PlanOrder = pickle.loads(path.read_bytes())
         return order
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch._ops.OpOverload):
-            return overload_of, parts_of_overload(value)
+        if isinstance(value, OpOverload):
+            return named_overload, overload_names(value)
         return NotImplemented

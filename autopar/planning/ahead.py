@@ -1,6 +1,6 @@
 """Plans for other clusters, ahead of the fault that makes them needed.
 
-    python -m autopar.planning.book.ahead ORDER PARENT     plans the order in that file; ends with its parent
+    python -m autopar.planning.ahead ORDER PARENT     plans the order in that file; ends with its parent
 
 Nothing is measured, as ranks compute meanwhile. What was measured for the ranks that are there stands in for
 what wasn't for fewer: in a copy, so that no later plan takes it for a measurement.
@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import autopar.api  # noqa: F401  (what programs call, and what is known of it)
+import autopar.ops  # noqa: F401  (what is known of operators)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (and what programs call)
 from autopar.cluster import ClusterSpec
 from autopar.cost.machine.model import busy_setting, network_of, setting_of
 from autopar.errors import AutoparError
 from autopar.planning.book.book import Book
-from autopar.planning.book.orders import Order
+from autopar.planning.book.orders import PlanOrder
 from autopar.planning.planner import Planner
 from autopar.runtime.launch.worker import die_with_parent
 from costdb.database import Database
@@ -30,7 +31,7 @@ from costdb.database import Database
 def main(path: Path, parent: int) -> None:
     """Plan an order, one cluster after the other, and write the plans into its book."""
     die_with_parent(parent)
-    order = Order.read(path)
+    order = PlanOrder.read(path)
     for key, cluster in order.others:
         try:
             told = _made(order, key, cluster)
@@ -40,7 +41,7 @@ def main(path: Path, parent: int) -> None:
             print(f"autopar: {told}", file=sys.stderr, flush=True)
 
 
-def _made(order: Order, key: str, cluster: ClusterSpec) -> str:
+def _made(order: PlanOrder, key: str, cluster: ClusterSpec) -> str:
     """Make a plan for a cluster, and write it; words for what went wrong, or none."""
     request = replace(order.request, measure=False)
     with stand_in_costs(order, cluster) as costdb:
@@ -49,7 +50,7 @@ def _made(order: Order, key: str, cluster: ClusterSpec) -> str:
 
 
 @contextmanager
-def stand_in_costs(order: Order, cluster: ClusterSpec) -> Iterator[Path]:
+def stand_in_costs(order: PlanOrder, cluster: ClusterSpec) -> Iterator[Path]:
     """A database of what is known of a cluster's costs; else of those that the order's own has."""
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         path = Path(folder) / "costs.sqlite"
