@@ -131,11 +131,11 @@ class Compiler(Planner):
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
         if self.plan is None or self.traced is not None:
             return self.plan
-        if self.plan_binds:
-            check_fits(self.plan, traced)
-            return self.plan
         here = fingerprint_of(as_planned(traced, self.plan).graph)
-        return self.plan if here.difference(self.plan.graph) is None else None
+        if not self.plan_binds and here.difference(self.plan.graph) is not None:
+            return None
+        check_fits(self.plan, traced)  # it may come from a file
+        return self.plan
 
     def there_already(
         self, traced: Traced, known: Sequence[Plan], pinned: PinnedLayouts | None, request: Request

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import autopar  # noqa: E402
 
-WIDTH, HEADS, LAYERS, LENGTH, WORDS, BATCH = 64, 4, 4, 32, 64, 12
+WIDTH, HEADS, LAYERS, LENGTH, WORDS, BATCH = 128, 4, 8, 64, 64, 12
 SAVE_EVERY = 10
 
 
@@ -34,9 +34,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         parts = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        mixed = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), is_causal=True)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        wide: Tensor = F.gelu(self.up(self.norm2(x)))
+        down: Tensor = self.drop(self.down(wide))
+        return x + down
 
 
 def write(folder: Path, **line: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,12 @@ import torch
 from autopar.cluster import ClusterSpec
 from autopar.core.elastic_bounds import is_restart
 from autopar.core.fingerprint import fingerprint_of
+from autopar.core.graph import Graph
 from autopar.core.version import VERSION
 from autopar.errors import InputError
-from autopar.planning.asked.request import Request
-from autopar.planning.graphs.fitting import check_fits, read_plan
+from autopar.planning.graphs.fitting import read_plan
 from autopar.results.files.codec import FORMAT
 from autopar.results.plan.plan import Plan
-from autopar.trace.export import Traced
 from autopar.units import show_seconds
 from costdb.database import default_path
 
@@ -52,16 +51,16 @@ class Book:
     folder: Path
     is_restart: bool
 
-    def take(self, traced: Traced, request: Request, cluster: ClusterSpec) -> Taken:
-        """The plan that was found for this graph and request on such a cluster, if its file is good."""
-        key = key_of(traced, request, cluster)
+    def take(self, key: str, cluster: ClusterSpec, check: Callable[[Plan], None] | None) -> Taken:
+        """The plan of this key for such a cluster, if its file is good and `check` doesn't refuse it."""
         notes = []
         for path in self._files(key):
             if _is_for_restarts(path) and not self.is_restart:
                 continue
             try:
                 plan = _read(path, cluster)
-                check_fits(plan, traced)
+                if check is not None:
+                    check(plan)
             except InputError as error:
                 notes.append(f"book: a plan is left out, {error}")
                 continue
@@ -107,10 +106,9 @@ def default_folder() -> Path:
     return default_path().parent / "plans"
 
 
-def key_of(traced: Traced, request: Request, cluster: ClusterSpec) -> str:
+def key_of(graph: Graph, request: object, cluster: ClusterSpec) -> str:
     """The digest of all that decides on a plan but for measurements."""
-    graph = fingerprint_of(traced.graph).digest
-    asked = (graph, repr(request), repr(cluster), VERSION, torch.__version__, FORMAT)
+    asked = (fingerprint_of(graph).digest, request, cluster, VERSION, torch.__version__, FORMAT)
     return _digest(repr(asked).encode())
 
 

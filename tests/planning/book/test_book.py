@@ -139,6 +139,41 @@ def test_a_search_that_finds_nothing_in_haste_takes_its_time(tmp_path: Path) -> 
     assert counter.search(find).program == plan.program and asked == [30.0, None]
 
 
+def trained(folder: Path, more: dict[str, str]) -> tuple[list[float | None], list[str], int, float]:
+    """Time limits of searches for a pipeline on this rank, notes on the book, stages, and how far a loss is
+    off."""
+    limits, find = list[float | None](), Compiler.find_pipeline
+
+    def count(self: Compiler, *words: Any, **named: Any) -> Plan:
+        limits.append(self.request.time_limit)
+        return find(self, *words, **named)
+
+    with environment(**{BOOK: str(folder)} | more), patch.object(Compiler, "find_pipeline", count):
+        parallel = autopar.parallelize(
+            net(),
+            autopar.ClusterSpec.local(2),
+            batch(),
+            loss_fn=nn.functional.cross_entropy,
+            measure=False,
+            quiet=True,
+            stages=2,
+            micro_batches="auto",
+        )
+    x, y = batch()
+    off = (parallel.train_step(x, y) - nn.functional.cross_entropy(net()(x), y)).abs().item()
+    notes = [note for note in parallel.plan.notes if note.startswith("book: ")]
+    return limits, notes, parallel.plan.pipeline.ranks, off
+
+
+def test_plans_whose_micro_batches_are_chosen_are_kept_too(pools: Pools, tmp_path: Path) -> None:
+    assert [row[:3] for row in pools(2).run(trained, tmp_path, {})] == [([None], [], 2), ([], [], 2)]
+    for limits, notes, stages, off in pools(2).run(trained, tmp_path, {RESTARTED: "1"}):
+        assert limits == [] and "nothing was searched" in notes[0] and stages == 2 and off < EXACT
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    assert pools(2).run(trained, tmp_path, {RESTARTED: "1"})[0][0] == [30.0]
+
+
 def traced_desk(folder: Path, *, is_restart: bool) -> desk.Desk:
     """The desk of the net's first search on two ranks."""
     from autopar.planning.asked.options import PARALLELIZE, Options
@@ -148,7 +183,7 @@ def traced_desk(folder: Path, *, is_restart: bool) -> desk.Desk:
     cluster = autopar.ClusterSpec.local(2)
     request, _ = request_of(Options(PARALLELIZE, measure=False), cluster)
     traced = trace(net(), batch(), loss_fn=nn.functional.cross_entropy)
-    return desk.Desk(book.Book(folder, is_restart), traced, request, cluster, None)
+    return desk.Desk(book.Book(folder, is_restart), lambda: traced, request, cluster, None)
 
 
 def sizes(count: int, bounds: str) -> list[int]:
@@ -170,7 +205,7 @@ def test_an_order_comes_out_of_its_file_as_it_was(tmp_path: Path) -> None:
         made._order(made.book)  # type: ignore[arg-type]
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     order = PlanOrder.read(path)
-    assert order.graph == made.traced.graph and order.request == made.request
+    assert order.graph == made.trace().graph and order.request == made.request
     assert [cluster.num_devices for _, cluster in order.others] == [1] and not made.notes
 
 
@@ -190,7 +225,7 @@ def test_what_cannot_be_planned_ahead_is_named_and_ends_nothing(tmp_path: Path) 
     made = traced_desk(tmp_path / "book", is_restart=False)
     request = replace(made.request, memory=1)
     others = (("a" * 16, autopar.ClusterSpec.local(1)),)
-    order = PlanOrder(made.traced.graph, request, made.cluster, others, None, tmp_path / "book")
+    order = PlanOrder(made.trace().graph, request, made.cluster, others, None, tmp_path / "book")
     order.write(tmp_path)
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     command = [sys.executable, "-m", "autopar.planning.ahead", str(path), str(os.getpid())]
