@@ -9,16 +9,16 @@ import sys
 import time
 from pathlib import Path
 
-IMPORTED = time.time()  # autopar's too: ranks import it before a script
+import torch
+import torch._dynamo  # which torch.export imports at its first trace
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+
 RANK = os.environ.get("RANK", "0")
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-import autopar  # noqa: E402
-
+IMPORTED = time.time()  # autopar's too: ranks import it before a script
 WIDTH, HEADS, LAYERS, LENGTH, WORDS, BATCH = 128, 4, 8, 64, 64, 12
 SAVE_EVERY = 10
 
