@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,7 +36,8 @@ def planning_ahead(bounds: Elastic) -> Iterator[dict[str, str]]:
     folder = Path(named) if named else default_folder()
     with tempfile.TemporaryDirectory(prefix="autopar-orders-") as orders:
         over = threading.Event()
-        thread = threading.Thread(target=_serve, args=(Path(orders), over), name="autopar-ahead")
+        words = (Path(orders), over, dict(os.environ))  # which launches change for their ranks
+        thread = threading.Thread(target=_serve, args=words, name="autopar-ahead")
         thread.start()
         try:
             yield {BOOK: str(folder.absolute()), ORDERS: orders, WORLDS: f"{bounds.least}:{bounds.most}"}
@@ -45,19 +46,20 @@ def planning_ahead(bounds: Elastic) -> Iterator[dict[str, str]]:
             thread.join()
 
 
-def _serve(folder: Path, over: threading.Event) -> None:
+def _serve(folder: Path, over: threading.Event, variables: Mapping[str, str]) -> None:
     """Have orders planned until it is over, one after the other."""
     while not over.wait(LOOK_SECONDS):
-        for order in sorted(folder.glob(f"*{SUFFIX}")):
-            _plan(order, over)
+        order = min(folder.glob(f"*{SUFFIX}"), default=None)
+        if order is not None:
+            _plan(order, over, variables)
             order.unlink(missing_ok=True)
 
 
-def _plan(order: Path, over: threading.Event) -> None:
+def _plan(order: Path, over: threading.Event, variables: Mapping[str, str]) -> None:
     """Have one order planned, or end that where it is over."""
     command = [sys.executable, "-m", "autopar.planning.ahead", str(order), str(os.getpid())]
-    nothing = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True) as made:
+    none = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=none, stdout=none, env=variables, start_new_session=True) as made:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, made.pid, NICENESS)
         while made.poll() is None:

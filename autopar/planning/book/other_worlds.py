@@ -18,7 +18,8 @@ WORLDS = "AUTOPAR_WORLDS"  # the environment variable in which the launcher says
 def other_worlds(cluster: ClusterSpec, environment: Mapping[str, str]) -> list[ClusterSpec]:
     """Clusters of other sizes for which plans are wanted; none where nobody starts the run on them."""
     text, count = environment.get(WORLDS, ""), cluster.num_devices
-    if not text or cluster.nodes > 1 or cluster.groups:
+    is_island = environment.get("WORLD_SIZE", str(count)) != str(count)
+    if not text or cluster.nodes > 1 or cluster.groups or is_island:
         return []
     bounds, found = Elastic.parse(text), []
     for size in dict.fromkeys((count - 1, count // 2, bounds.most)):

@@ -197,6 +197,7 @@ def test_other_worlds_are_those_that_a_fault_leads_to_within_the_bounds() -> Non
     apart = replace(autopar.ClusterSpec.local(4), memory=1 << 30)
     assert [each.memory for each in other_worlds(apart, {WORLDS: "2:4"})] == [1 << 30] * 2
     assert other_worlds(autopar.ClusterSpec.local(4), {WORLDS: "3:4"}) == [autopar.ClusterSpec.local(3)]
+    assert other_worlds(autopar.ClusterSpec.local(2), {WORLDS: "1:4", "WORLD_SIZE": "4"}) == []  # an island
 
 
 def test_an_order_comes_out_of_its_file_as_it_was(tmp_path: Path) -> None:
@@ -242,3 +243,35 @@ def test_a_book_is_named_by_the_environment_alone(tmp_path: Path) -> None:
     )
     with environment(**{BOOK: ""}), background.planning_ahead(Elastic(2, 3)) as variables:
         assert variables == {}
+
+
+LOSES_A_RANK = """
+import copy, os, signal, time
+from pathlib import Path
+import autopar, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+serial, x, y = copy.deepcopy(model), torch.randn(12, 6).double(), torch.arange(12) % 4
+cluster = autopar.ClusterSpec.detect()
+parallel = autopar.parallelize(model, cluster, (x, y), loss_fn=nn.functional.cross_entropy, measure=False)
+plans, end = Path(os.environ["AUTOPAR_BOOK"]), time.monotonic() + 200
+while cluster.num_devices == 2 and time.monotonic() < end:
+    if list(plans.glob("*.restart.json")) and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1)
+print(abs(parallel(x, y).item() - nn.functional.cross_entropy(serial(x), y).item()), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_goes_on_by_the_plan_that_was_made_ahead(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_A_RANK)
+    command = [sys.executable, "-m", "autopar", "run", "--elastic", "1:2", str(script)]
+    variables = os.environ | {BOOK: str(tmp_path / "plans")}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, env=variables, check=False)
+    assert run.returncode == 0 and run.stderr.count("nothing was searched now") == 1, run.stderr
+    assert "death by SIGKILL, before a first step; starting again with 1 ranks" in run.stderr
+    assert float(run.stdout) < EXACT
