@@ -116,8 +116,9 @@ def taken_note(plan: Plan, path: Path) -> str:
     """What the run says of a plan that wasn't searched now."""
     ahead = "made ahead or in haste" if _is_for_restarts(path) else "searched before"
     return (
-        f"book: the plan for {plan.devices} is that of {path}, {ahead}: {plan.measured_share:.0%} of its "
-        f"operators' time measured, a step of {show_seconds(plan.step_seconds)}; nothing was searched now"
+        f"book: the plan for {plan.devices} is that of {path}, {ahead}, a step of "
+        f"{show_seconds(plan.step_seconds)}, {plan.measured_share:.0%} of its operators' time measured and "
+        f"{plan.interpolated_share:.0%} told by other sizes; nothing was searched now"
     )
 
 
