@@ -21,9 +21,10 @@ from autopar.core.outputs import Outputs
 from autopar.core.uncollected import uncollected
 from autopar.errors import InputError
 from autopar.planning.asked.request import Request
-from autopar.planning.given_plan import as_stages_lie, check_program
+from autopar.planning.given_plan import as_stages_lie
+from autopar.planning.graphs.fitting import as_planned, check_fits
 from autopar.planning.graphs.known_plans import kept, resized
-from autopar.planning.losses import as_known, as_planned, other_form
+from autopar.planning.losses import as_known, other_form
 from autopar.planning.planner import Planner
 from autopar.results.plan.announce import Announcer
 from autopar.results.plan.plan import Plan
@@ -130,21 +131,11 @@ class Compiler(Planner):
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
         if self.plan is None or self.traced is not None:
             return self.plan
-        traced = as_planned(traced, self.plan)
-        difference = fingerprint_of(traced.graph).difference(self.plan.graph)
-        if difference is None:
-            if self.plan_binds:  # it may come from a file
-                for program in self.plan.all_programs:
-                    check_program(program, traced.graph)
-            return self.plan
-        if self.plan_binds:
-            raise InputError(
-                where=f"plan: {difference.where} of the model",
-                found=difference.here,
-                wanted=difference.planned,
-                remedy="build the model, its inputs and the call as they were planned, or plan anew",
-            )
-        return None
+        here = fingerprint_of(as_planned(traced, self.plan).graph)
+        if not self.plan_binds and here.difference(self.plan.graph) is not None:
+            return None
+        check_fits(self.plan, traced)  # it may come from a file
+        return self.plan
 
     def there_already(
         self, traced: Traced, known: Sequence[Plan], pinned: PinnedLayouts | None, request: Request

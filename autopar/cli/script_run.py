@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
@@ -37,6 +37,7 @@ class ScriptRun:
         _refuse_elastic_nodes(bounds, nodes)
         asked, spec = settle(**options), self._spec(bounds, nodes)
         from autopar.planning.asked.request import request_of
+        from autopar.planning.book.background import planning_ahead
         from autopar.planning.given_plan import write_plan_to_run
         from autopar.runtime.launch import elastic as again
         from autopar.runtime.launch import launch as once
@@ -55,7 +56,8 @@ class ScriptRun:
         if bounds is None:
             once.launch(job)
         else:
-            again.run_elastic(job, bounds)
+            with planning_ahead(bounds) as book:
+                again.run_elastic(replace(job, variables=variables | book), bounds)
         return spec.num_devices
 
     def _bounds(self) -> Elastic | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import InputError, show_value
 
+RESTARTED = "AUTOPAR_RESTARTED"  # the environment variable that is set where a run is started again
 RESTARTS = 10  # in a row without a new step, where nobody says another number
 DEVICES_SECONDS = 5.0  # between two runs of the command that counts devices
 _RANGE = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
@@ -59,6 +61,12 @@ class Elastic:
                 remedy="start it again once they are there, or lower --elastic; saves stay",
             )
         return min(count, self.most)
+
+
+def is_restart(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher, ours or torchrun, has started the run before."""
+    counts = (environment.get(name, "") for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
 
 
 def _counted(command: str) -> int:

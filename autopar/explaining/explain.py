@@ -24,9 +24,9 @@ from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, MOST_WAYS, WAYS_OF_SEVERAL_LAYERS, WAYS_SECONDS, Alternatives
 from autopar.explaining.what_if import more_of_groups, read, what_if
+from autopar.planning.graphs.fitting import as_planned
 from autopar.planning.group_orders import unlike_blocks
 from autopar.planning.links import link_notes
-from autopar.planning.losses import as_planned
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.shares import PACE
 from autopar.results.explanation.explanation import Explanation, LayerChoices, Outcome

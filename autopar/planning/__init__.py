@@ -19,6 +19,8 @@ sample_costs      what of an assignment's seconds follows the samples of a micro
 measured_first    which operators are measured first: what decides between the best plans
 agree             one plan for all ranks
 busy_neighbours   processes that measure along where one plans by itself
+ahead             plans for other numbers of ranks, by a process of low priority
+book              plans that are kept, and made ahead, for the restarts of a run
 given_plan        a plan that is there already, taken instead of a search
 report            the plan as it is printed and carried
 router_loads      how the example's rows spread over a mixture's experts

@@ -24,7 +24,7 @@ from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners, measure_portion
 from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError
-from autopar.torch_seams.schemas import overload_name
+from autopar.torch_seams.schemas import named_overload, overload_names
 from costdb.database import Database
 
 Answer = TypeVar("Answer")
@@ -69,14 +69,13 @@ def _tell(message: Any) -> Any:
 
 def packed(call: Call) -> bytes:
     """Overloads don't pickle, their names do."""
-    packet, overload = call.target.overloadpacket.__name__, overload_name(call.target)
-    return pickle.dumps((call.target.namespace, packet, overload, call.args, call.kwargs))
+    return pickle.dumps((overload_names(call.target), call.args, call.kwargs))
 
 
 def unpacked(data: bytes) -> Call:
     """The call that was packed."""
-    namespace, packet, overload, args, kwargs = pickle.loads(data)
-    return Call(getattr(getattr(getattr(torch.ops, namespace), packet), overload), args, kwargs)
+    parts, args, kwargs = pickle.loads(data)
+    return Call(named_overload(*parts), args, kwargs)
 
 
 def kinds_of_ranks(device_type: str) -> list[str]:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import canonical
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
 from autopar.planning.asked.option_environment import read, read_plan_file
 from autopar.planning.asked.options import NARROWING
+from autopar.planning.graphs.fitting import check_program, read_plan
 from autopar.results.plan.plan import Plan
-from autopar.sharding.strategies import dims_of, is_legal, options_of
-from autopar.units import show_bytes
 
 VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
 DECIDED = (*NARROWING, "reduce_dtype")  # options that a plan has decided
@@ -55,27 +54,6 @@ def agree_on_plan(plan: Plan | str | Path, cluster: ClusterSpec, *, beside: Coll
     """
     _refuse_beside(beside)
     return agree(lambda _: read_plan(plan, cluster), cluster)
-
-
-def read_plan(plan: Plan | str | Path, cluster: ClusterSpec) -> Plan:
-    """The plan itself, or the one in a file; raises InputError unless it is one for the cluster."""
-    where = "plan" if isinstance(plan, Plan) else f"plan {plan}"
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if plan.devices != cluster.devices:
-        raise InputError(
-            where=where,
-            found=f"one for {plan.devices or 'no devices'}",
-            wanted=f"one for the cluster's {cluster.devices}",
-            remedy="plan for this cluster",
-        )
-    if cluster.memory is not None and plan.peak_bytes > cluster.memory:
-        raise InputError(
-            where=where,
-            found=f"a peak of {show_bytes(plan.peak_bytes)} a device",
-            wanted=f"at most the cluster's {show_bytes(cluster.memory)}",
-            remedy="plan for this cluster",
-        )
-    return plan
 
 
 def _refuse_beside(options: Collection[str]) -> None:
@@ -132,27 +110,3 @@ def _of_values(program: Program, graph: Graph) -> Program:
             path = tuple({move.target: move for move in changes}.values())
         moves[name] = path
     return replace(program, moves=moves)
-
-
-def check_program(program: Program, graph: Graph) -> None:
-    """Raise InputError for a program of `graph` that no rule of this version offers."""
-    dims = dims_of(graph, program.mesh)
-    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
-    for name in program.on_host:
-        if name not in weights:
-            raise InputError(
-                where=f"plan: {name}",
-                found="no weight, in the host's memory",
-                wanted="weights there, and nothing else",
-                remedy="plan anew, and change no plan files by hand",
-            )
-    for operator in graph.operators:
-        strategy = program.strategies.get(operator.name, ())
-        offered = set(strategy) <= set(options_of(operator, dims))
-        if len(strategy) != len(program.mesh.shape) or not offered or not is_legal(operator, strategy, dims):
-            raise InputError(
-                where=f"plan: {operator.module or operator.name} ({operator.target})",
-                found=f"strategy {'+'.join(map(str, strategy)) or 'none'}",
-                wanted=f"one that the operator's rule offers on mesh {program.mesh}",
-                remedy="plan anew, and change no plan files by hand",
-            )

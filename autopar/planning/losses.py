@@ -105,10 +105,3 @@ def as_known(traced: Traced, known: Sequence[Plan]) -> Traced:
     return (
         replace(traced, graph=with_losses_in_pieces(traced.graph)) if any(map(has_pieces, known)) else traced
     )
-
-
-def as_planned(traced: Traced, plan: Plan) -> Traced:
-    """The graph whose operators a plan decides on: as it was traced, or with its losses in pieces."""
-    pieces = with_losses_in_pieces(traced.graph)
-    names = {item.name for item in pieces.operators}
-    return replace(traced, graph=pieces) if names == plan.program.strategies.keys() else traced

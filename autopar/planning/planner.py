@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -37,10 +37,13 @@ from autopar.errors import (
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Auto, Request
+from autopar.planning.book.book import book_of
+from autopar.planning.book.desk import Desk
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
+from autopar.planning.graphs.fitting import as_planned
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
-from autopar.planning.losses import as_planned, find_form, other_form, search_form
+from autopar.planning.losses import find_form, other_form, search_form
 from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
@@ -348,16 +351,30 @@ class Planner:
                 remedy="pass example_inputs, or give both numbers",
             )
 
+        def find(asked: Request, co_runners: CoRunners) -> Plan:
+            return replace(self, request=asked).find_pipeline(model, args, kwargs, auto, co_runners)
+
+        whole = cache(partial(self.trace_part, model, args, kwargs, 1, staged=False))
+        return self.agree_by(Desk(book_of(), whole, self.request, self.cluster, self.costdb, auto), find)
+
+    def agree_by(self, desk: Desk, find: Callable[[Request, CoRunners], Plan]) -> Plan:
+        """The plan of the book on every rank, or else the one that rank 0 finds; collective."""
+        plan = agree(lambda _: desk.take(), self.cluster) if desk.book else None
+        if plan is not None:
+            return plan
         self.measure_links()
         return agree(
-            lambda co_runners: self.find_pipeline(model, args, kwargs, auto, co_runners), self.cluster
+            lambda co_runners: desk.search(lambda asked: find(asked, co_runners)),
+            self.cluster,
         )
 
     def agree(self, traced: Traced, request: Request) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        self.measure_links()
 
-        plan = agree(lambda co_runners: self.find(traced.graph, request, co_runners), self.cluster)
+        def find(asked: Request, co_runners: CoRunners) -> Plan:
+            return self.find(traced.graph, asked, co_runners)
+
+        plan = self.agree_by(Desk(book_of(), lambda: traced, request, self.cluster, self.costdb), find)
         difference = fingerprint_of(as_planned(traced, plan).graph).difference(plan.graph)
         if difference is not None:
             raise CheckError(

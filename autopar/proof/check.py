@@ -26,8 +26,9 @@ from autopar.core.outputs import Outputs
 from autopar.errors import InputError
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
+from autopar.planning.graphs.fitting import as_planned
 from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
-from autopar.planning.losses import as_planned, has_pieces, search_form
+from autopar.planning.losses import has_pieces, search_form
 from autopar.planning.unlike_meshes import find_unlike
 from autopar.proof.changes import Changes, trace_whole, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts

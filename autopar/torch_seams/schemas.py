@@ -54,3 +54,13 @@ with required():
 def overload_of(operator: Any) -> Any:
     """The overload that torch.library.custom_op has made; anything else as it is."""
     return operator._opoverload if isinstance(operator, CustomOpDef) else operator
+
+
+def overload_names(target: Any) -> tuple[str, str, str]:
+    """The names by which an overload is found in any process."""
+    return target.namespace, target.overloadpacket.__name__, overload_name(target)
+
+
+def named_overload(namespace: str, packet: str, overload: str) -> Any:
+    """The overload of these names."""
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -1,7 +1,7 @@
 """Starts a script again after a fault, on what is there, until it has come to its end.
 
     4 ranks ── rank 2 is killed ──> 3 ranks ── a device is back ──> 4 ranks ──> the end
-               plan anew, newest save,         all save, plan anew,
+               a plan for 3, newest save,      all save, a plan for 4,
                next sample                     next sample
 
 What the ranks do so that nothing is lost is the script's: it goes through `autopar.steps`, or calls
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.core.elastic_bounds import DEVICES_SECONDS, Elastic
+from autopar.core.elastic_bounds import DEVICES_SECONDS, RESTARTED, Elastic
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import Launch, launch
@@ -115,6 +115,7 @@ def _run_asked(
                 raise _asked(request.signal) from error
             lost = max(elastic.least, size - 1) if error.is_lost else size
             before, size = size, elastic.there(lost)
+            job = replace(job, variables={**job.variables, RESTARTED: "1"})
             tell(_told(error, before, size, is_change=is_change))
         except SystemExit as ended:
             if request.signal is not None and ended.code == 128 + request.signal:
