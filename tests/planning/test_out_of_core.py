@@ -108,3 +108,21 @@ def test_a_weight_is_fetched_for_each_call_that_reads_it_and_its_gradient_comes_
     assert set(of_each[1:]) == {(once, 2 * once)}
     assert wait_seconds(program) == (LAYERS * once, (2 * LAYERS - 1) * once)
     assert stream_seconds(plain, names[0], layout) == (0.0, 0.0)
+
+
+class Unread(nn.Module):
+    """A head that forward doesn't call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x)))
+
+
+def test_a_weight_that_nothing_reads_is_not_fetched() -> None:
+    plan = autopar.plan(
+        Unread(), autopar.ClusterSpec.local(1), torch.randn(8, 16), measure=False, offload="state"
+    )
+    assert plan.state_bytes == 0 and "other_weight" in plan.program.on_host

@@ -15,12 +15,21 @@ from autopar.sharding.strategies import options_of
 
 
 def stream_seconds(prices: Prices, name: str, layout: Layout) -> tuple[float, float]:
-    """Seconds of a weight's copies in forward and in backward, of the largest rank's part."""
-    if name not in prices.on_host:
+    """Seconds of a weight's copies in forward and in backward, of the largest rank's part; none of one that
+    nothing reads."""
+    if name not in prices.on_host or not is_read(prices, name):
         return 0.0, 0.0
     once = prices.host_copy(prices.local_bytes(name, layout))
     returns = prices.training and prices.graph.specs[name].requires_grad
     return once, (reads_in_backward(prices, name) + returns) * once
+
+
+def is_read(prices: Prices, name: str) -> bool:
+    """Whether a program fetches a weight that lies on the host."""
+    if name not in prices.read:
+        graph = prices.graph
+        prices.read[name] = name in graph.outputs or any(name in item.operands for item in graph.operators)
+    return prices.read[name]
 
 
 def reads_in_backward(prices: Prices, name: str) -> int:

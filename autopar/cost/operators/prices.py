@@ -77,6 +77,7 @@ class Prices(TensorPrices):
     _group_prices: GroupPrices | None = None
     _parts: dict[ClusterSpec, Prices] = field(default_factory=dict)  # on parts of an unlike cluster
     read_back: dict[str, int] = field(default_factory=dict)  # by weight, calls whose backward reads it
+    read: dict[str, bool] = field(default_factory=dict)  # by weight, whether anything reads it
     _hosting: dict[frozenset[str], Prices] = field(default_factory=dict)
     by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
 

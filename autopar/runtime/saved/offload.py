@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -36,7 +37,14 @@ AHEAD = 2  # storages that leave, or come, while another one is worked with
 
 
 class HostStorage(UntypedStorage):
-    """Memory that stands for the host's where the device is the CPU itself."""
+    """Memory that stands for the host's where the device is the CPU itself; copies lie in plain memory."""
+
+    def __deepcopy__(self, memo: dict[object, Any]) -> UntypedStorage:
+        copies = memo.setdefault(HostStorage, {})  # by address: tensors of one storage share its copy, too
+        if self.data_ptr() not in copies:
+            copies[self.data_ptr()] = UntypedStorage(self.nbytes()).copy_(self)
+        copy: UntypedStorage = copies[self.data_ptr()]
+        return copy
 
 
 def offload(x: Tensor, number: int) -> Tensor:

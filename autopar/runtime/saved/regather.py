@@ -38,6 +38,7 @@ from autopar.torch_seams.autograd import graph_task
 from autopar.torch_seams.schemas import short_name
 from autopar.torch_seams.tensors import storage_key, version_of
 
+Version = tuple[int, int, int]  # of a weight, as `_version` gives it
 REGATHER = "_regather"  # ends the names of the operators whose results don't stay
 
 
@@ -97,10 +98,10 @@ def is_read_for(leaf: Tensor, outer: Callable[[], Tensor]) -> None:
     setattr(leaf, _OUTER, outer)
 
 
-def _version(source: Tensor) -> tuple[int, int]:
-    """How often a weight was written, itself and by its parameter."""
+def _version(source: Tensor) -> Version:
+    """How often a weight was written, itself and by its parameter, and where it lies: `.data =` moves it."""
     outer = getattr(source, _OUTER, None)
-    return version_of(source), 0 if outer is None else version_of(outer())
+    return version_of(source), 0 if outer is None else version_of(outer()), source.data_ptr()
 
 
 class _GatherSource:
@@ -110,7 +111,7 @@ class _GatherSource:
         self,
         operator: str,
         source: Tensor | _GatherSource,
-        version: tuple[int, int],
+        version: Version,
         arguments: tuple[Any, ...],
         full: Tensor,
     ) -> None:
@@ -145,7 +146,7 @@ class _GatherSource:
         return wait
 
 
-def _check(source: Tensor, version: tuple[int, int]) -> None:
+def _check(source: Tensor, version: Version) -> None:
     """Raise InputError for a weight that has changed since it was gathered."""
     if _version(source) != version:
         raise InputError(

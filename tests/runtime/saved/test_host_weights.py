@@ -168,21 +168,49 @@ def test_weights_on_the_host_freeze_and_learn_again(pools: Pools) -> None:
     pools(1).run(freeze_later)
 
 
-def change_between() -> None:
-    """On a worker: a weight changes after forward, before its backward would fetch it again."""
-    x = torch.randn(8, WIDTH, dtype=torch.float64)
-    ours = autopar.parallelize(
+def on_the_host(x: Tensor) -> ParallelModule:
+    """On a worker: a net all of whose weights lie on the host."""
+    made: ParallelModule = autopar.parallelize(
         Deep(3).double(), autopar.ClusterSpec.local(1), (x,), offload="state", measure=False, quiet=True
     )
-    loss = ours(x)
+    return made
+
+
+def change_between(how: str) -> None:
+    """On a worker: a weight changes after forward, before its backward would fetch it again."""
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    ours = on_the_host(x)
+    loss, weight = ours(x), ours.layers[1].weight
     with torch.no_grad():
-        ours.layers[1].weight.mul_(2.0)
+        if how == "in place":
+            weight.mul_(2.0)
+        else:
+            weight.data = 2.0 * weight.data
     with pytest.raises(InputError, match="changed since forward"):
         loss.backward()
 
 
-def test_a_weight_that_changes_before_backward_is_refused(pools: Pools) -> None:
-    pools(1).run(change_between)
+@pytest.mark.parametrize("how", ["in place", "its data"])
+def test_a_weight_that_changes_before_backward_is_refused(how: str, pools: Pools) -> None:
+    pools(1).run(change_between, how)
+
+
+def copies() -> None:
+    """On a worker: copies of weights, gradients and states, as averages and best models are kept."""
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    ours = on_the_host(x)
+    ours(x).backward()
+    first = ours.layers[0].weight
+    states = [ours.state_dict()["layers.0.weight"] for _ in range(2)]
+    found = (*states, first, first.grad)
+    made = copy.deepcopy(found)
+    for one, other in zip(made, found, strict=True):
+        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+    assert made[0].data_ptr() == made[1].data_ptr()  # as copies of a plain model do
+
+
+def test_weights_on_the_host_are_copied_as_others(pools: Pools) -> None:
+    pools(1).run(copies)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
