@@ -6,8 +6,10 @@ first call   floats without a number, others that nobody wrote to  ->  refused b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from autopar.core.graph import may_learn
@@ -50,14 +52,23 @@ class MissingValues:
             mine = local(held[name]) if name in held and name in self.names else None
             if mine is None or not mine.numel():
                 continue
-            if _is_empty(mine) if may_learn(mine.dtype) else _writes(held[name]) == before:
+            if _is_empty(mine) and (mine.dtype is not torch.bool or _writes(held[name]) == before):
                 yield name
 
 
+def placeholder(dtype: torch.dtype) -> Tensor:
+    """A number that stands for each value that is missing."""
+    if dtype is torch.bool:
+        return torch.zeros((), dtype=dtype)
+    least = math.nan if may_learn(dtype) else torch.iinfo(dtype).min or torch.iinfo(dtype).max
+    return torch.tensor(least, dtype=dtype)
+
+
 def _is_empty(mine: Tensor) -> bool:
-    """Whether no element is a number; the first one tells mostly."""
+    """Whether every element is the placeholder; the first one tells mostly."""
     flat = mine.detach().reshape(-1)
-    return bool(flat[:1].isnan().all() and flat.isnan().all())
+    mark = placeholder(mine.dtype).to(mine.device)
+    return all(bool((part.isnan() if mark.isnan() else part == mark).all()) for part in (flat[:1], flat))
 
 
 def _writes(tensor: Tensor) -> int:

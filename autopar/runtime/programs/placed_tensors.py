@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.core.graph import InputKind, may_learn
+from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
@@ -46,7 +46,7 @@ from autopar.runtime.parameters.parameters import (
     nothing,
     sharding_key,
 )
-from autopar.runtime.programs.missing_values import MissingValues
+from autopar.runtime.programs.missing_values import MissingValues, placeholder
 from autopar.runtime.programs.parameter_changes import ParameterChanges
 from autopar.runtime.saved.host_weights import in_host_memory
 from autopar.runtime.tree import serial_model
@@ -221,9 +221,7 @@ class PlacedTensors:
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
         if full.is_meta:
-            value = torch.zeros((), dtype=full.dtype)
-            value = value.fill_(float("nan")) if may_learn(full.dtype) else value
-            return value.expand(full.shape)  # which takes no memory
+            return placeholder(full.dtype).expand(full.shape)  # which takes no memory
         dense = {"memory_format": torch.contiguous_format} if full.layout is torch.strided else {}
         values = full.detach().clone(**dense)
         if self._from_rank_0:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
+from autopar.runtime.checkpoints.safetensors_files import DTYPES as FILE_DTYPES
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.programs.missing_values import placeholder
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]
+DTYPES = sorted({*FILE_DTYPES.values(), torch.complex64}, key=str)
 
 
 class Table(nn.Module):
@@ -76,12 +79,12 @@ def _load(how: str, model: ParallelModule, folder: Path) -> None:
             model.load_state_dict(serial().state_dict())
         case "save":
             autopar.load(folder, model)
-        case "in place":
+        case "in place" | "by data":
             with torch.no_grad():
                 for parameter in model.parameters():
                     nn.init.constant_(parameter, 0.5)
                 for buffer in model.buffers():
-                    buffer.copy_(serial().order)
+                    (buffer if how == "in place" else buffer.data).copy_(serial().order)
 
 
 def _called(case: str, how: str, folder: Path) -> tuple[str, float, float]:
@@ -93,13 +96,13 @@ def _called(case: str, how: str, folder: Path) -> tuple[str, float, float]:
     with pytest.raises(InputError) as refused:
         model.train_step(x)
     _load(how, model, folder)
-    if how == "in place":
+    if how in ("in place", "by data"):
         for parameter in expected.parameters():
             nn.init.constant_(parameter, 0.5)
     return str(refused.value), float(model.train_step(x)), float(expected(x))
 
 
-@pytest.mark.parametrize("how", ["state dict", "save", "in place"])
+@pytest.mark.parametrize("how", ["state dict", "save", "in place", "by data"])
 @pytest.mark.parametrize("case", PLANS)
 def test_calls_before_values_are_refused_on_all_ranks_and_right_after(
     case: str, how: str, pools: Pools, tmp_path: Path
@@ -122,3 +125,9 @@ def _integers_left(case: str) -> str:
 @pytest.mark.parametrize("case", PLANS)
 def test_a_buffer_of_integers_that_nobody_wrote_is_not_zeros(case: str, pools: Pools) -> None:
     assert all("order without values" in each for each in pools(2).run(_integers_left, case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_placeholder_is_told_from_zeros_of_every_dtype(dtype: torch.dtype) -> None:
+    mark = placeholder(dtype)
+    assert mark.dtype is dtype and not (dtype is not torch.bool and mark == 0)
