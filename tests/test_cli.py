@@ -177,7 +177,7 @@ def test_the_table_goes_to_stdout_and_measuring_fills_the_database(
     assert main(["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path), "--force", "batch"]) == 0
     out, err = capsys.readouterr()
     assert "mesh 2" in out and "batch dim 0" in out and "operator time is 100% measured (± " in out
-    assert all(line.startswith("autopar: measuring") for line in err.splitlines())  # on a slow machine
+    assert all(line.startswith("autopar: ") for line in err.splitlines())  # progress, on a slow machine
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT count(*) FROM operators").fetchone()[0] > 0
 

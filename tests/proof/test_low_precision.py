@@ -26,6 +26,7 @@ from autopar.runtime.saved.regather import REGATHER
 from autopar.trace.export import Traced, trace
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.target import Target
+from tests.proof.test_sum_order import needs_lstm
 
 aten = torch.ops.aten
 
@@ -161,6 +162,7 @@ def test_losses_of_a_plan_that_sums_in_fewer_bits_than_said_are_farther(
     assert right.passed and not wrong.passed
 
 
+@needs_lstm
 def test_where_kernels_have_one_order_weights_are_rounded_otherwise() -> None:
     torch.manual_seed(0)
     case = Target(Recurrent(), (torch.randn(4, 5, 6),), {}, None, "")

@@ -12,6 +12,7 @@ import torch
 
 from autopar import api
 from autopar.cluster import ClusterSpec
+from autopar.core.outputs import Outputs
 from autopar.core.precision import Precision
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import movable
@@ -100,7 +101,7 @@ def _offloaded(request: Request) -> Plan:
     case = target()
     autocast = request.autocast(TWO)
     traced = trace(case.model, case.args, loss_fn=case.loss_fn, loss_only=False, autocast=autocast)
-    plan = search(traced.graph, TWO, request).plan
+    plan = search(traced.graph, TWO, replace(request, outputs=Outputs.GLOBAL)).plan  # as proofs compare them
     dims = Dims(traced.graph, find_atoms(traced.graph), plan.mesh)
     rates = tuple((dtype, 1e9) for dtype in (torch.bfloat16, torch.float32))
     rough = replace(ROUGH, device=replace(ROUGH.device, flops=rates))

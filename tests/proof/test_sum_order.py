@@ -96,6 +96,20 @@ def test_a_wrong_equation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(found, layer(x))
 
 
+def _has_lstm() -> bool:
+    """Whether torch has a recurrent kernel in bfloat16 for this CPU, which wants AVX-512."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(4, 4)(torch.randn(3, 2, 4))
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_lstm = pytest.mark.skipif(not _has_lstm(), reason="this CPU has no LSTM in bfloat16")
+
+
+@needs_lstm
 def test_a_recurrent_kernel_keeps_its_order() -> None:
     with torch.no_grad(), OtherOrder(7) as mode, torch.autocast("cpu", torch.bfloat16):
         nn.LSTM(4, 4)(torch.randn(3, 2, 4))
