@@ -93,12 +93,16 @@ def judge(
     `train` makes of a serial model what they should have, unless that is known as `theirs`; the one given is
     changed. A verdict that fails also says what rounding does to it.
     """
-    theirs = train(copy_model(model)) if theirs is None else theirs
+
+    def comparable(record: Record) -> Record:  # a program of the loss alone has no other outputs
+        return record if ours.outputs else replace(record, outputs={})
+
+    theirs = comparable(train(copy_model(model)) if theirs is None else theirs)
     verdict = _worse(compare(ours, theirs, casts), disagreement or {})
     if verdict.passed or math.inf in verdict.max_error.values():
         return verdict
     try:
-        rounded = train(_rounded(model))
+        rounded = comparable(train(_rounded(model)))
     except InputError:  # it trains to NaN
         return replace(verdict, rounding=math.inf)
     return replace(verdict, rounding=max(compare(rounded, theirs).max_error.values()))

@@ -140,3 +140,26 @@ def test_rows_of_a_comparison_are_in_pieces_where_plans_are() -> None:
     rows = compare(Target(*case(), {}, None, ""), autopar.ClusterSpec.local(2), **asked).rows
     plans = {row.name: row.plan for row in rows if row.plan is not None and row.reason is None}
     assert is_in_pieces(plans["hybrid"]) and is_in_pieces(plans["batch"])
+
+
+class Logits(nn.Module):
+    """Logits that leave, by a matrix that is also the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(60, 8), nn.Linear(8, 60, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, 60), labels.view(-1))
+
+
+def test_a_loss_beside_logits_that_leave_is_verified_in_pieces() -> None:
+    tokens, labels = (torch.randint(0, 60, (4, 7)) for _ in range(2))
+    target = Target(Logits(), (tokens, labels), {}, of_rows, "")
+    report = verify(target, autopar.ClusterSpec.local(2), steps=2, loss_pieces="all")
+    assert report.passed and is_in_pieces(report.plan)
