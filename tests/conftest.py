@@ -24,7 +24,7 @@ UNTIL = "AUTOPAR_TESTS_UNTIL"  # seconds since 1970 after which no test starts, 
 
 
 def pytest_runtest_setup() -> None:
-    """Where time is limited, a slow machine runs fewer tests, and says of the others that they weren't run."""
+    """Where time is limited, a slow machine runs fewer tests, and says that it skipped the others."""
     if time.time() > float(os.environ.get(UNTIL, "inf")):
         pytest.skip("out of time")
 
