@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.core.graph import InputKind
+from autopar.cost.operators.host_weights import weights_of
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
@@ -36,13 +36,6 @@ def out_of_core(assign: Assign, prices: Prices, cap: int, complete: Complete) ->
         if best is None:
             raise
         return best
-
-
-def weights_of(prices: Prices) -> list[str]:
-    """The weights that may lie in the host's memory: all parameters that operators take."""
-    used = {name for item in prices.graph.operators for name in item.operands}
-    kinds = ((item.name, item.kind) for item in prices.graph.inputs)
-    return [name for name, kind in kinds if kind is InputKind.PARAMETER and name in used]
 
 
 def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | None:

@@ -32,6 +32,7 @@ from autopar.core.offload import Offload
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.host_weights import weights_of
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import InputError, SolverError, TraceError
@@ -43,7 +44,6 @@ from autopar.planning.estimates import MeshEstimate, PipelineEstimate, bottlenec
 from autopar.planning.group_orders import pace_of, unlike_blocks
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
-from autopar.planning.out_of_core import weights_of
 from autopar.planning.sample_costs import gather_seconds, shares_of, weight_seconds, work_of
 from autopar.sharding.strategies import dims_of
 from autopar.solve.choices.fold import fold

@@ -80,6 +80,13 @@ def test_without_a_host_that_has_room_there_is_no_plan(options: dict[str, Any]) 
         plan(CAP, **options)
 
 
+def test_cpus_without_a_plan_are_told_of_weights_on_the_host() -> None:
+    with pytest.raises(InfeasibleError, match=r"host's memory \(--offload state\), which would need"):
+        autopar.plan(
+            Deep(), ClusterSpec.local(1), (torch.randn(8, WIDTH),), memory=CAP, measure=False, stages=1
+        )
+
+
 def test_a_host_without_room_for_all_of_the_state_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="pinned.*host_memory"):
         plan(2 * STATE, room=STATE // 2, offload="state")

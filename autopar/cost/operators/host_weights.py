@@ -8,10 +8,18 @@ A copy takes what the link to the host takes. On a CPU, whose memory is the host
 
 from __future__ import annotations
 
+from autopar.core.graph import InputKind
 from autopar.core.placement import Layout
 from autopar.core.strategy import GATHERED
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.strategies import options_of
+
+
+def weights_of(prices: Prices) -> list[str]:
+    """The weights that may lie in the host's memory: all parameters that operators take."""
+    used = {name for item in prices.graph.operators for name in item.operands}
+    kinds = ((item.name, item.kind) for item in prices.graph.inputs)
+    return [name for name, kind in kinds if kind is InputKind.PARAMETER and name in used]
 
 
 def stream_seconds(prices: Prices, name: str, layout: Layout) -> tuple[float, float]:

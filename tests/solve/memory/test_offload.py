@@ -320,6 +320,8 @@ def test_what_would_give_memory_is_said() -> None:
     neither = remedy(Recompute.NONE, Offload.NONE)
     assert "--recompute auto" in neither and "--offload all" in neither and "more devices" in neither
     assert "--recompute" not in remedy(Recompute.AUTO, Offload.AUTO)
-    assert "--offload" not in remedy(Recompute.NONE, Offload.ALL)
+    assert "--offload all" not in remedy(Recompute.NONE, Offload.ALL)
+    for asked, is_told in ((Offload.NONE, True), (Offload.ALL, True), (Offload.AUTO, False)):
+        assert ("--offload state" in remedy(Recompute.AUTO, asked)) is is_told  # auto has tried it
     prices.cluster = replace(gpus(1.0), host=None)
     assert "links.host" in remedy(Recompute.NONE, Offload.NONE)
