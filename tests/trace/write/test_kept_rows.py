@@ -117,6 +117,12 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     "put by the largest": lambda net, h, y, m, c: (
         _put(y * net.gain, torch.where(h.topk(2, dim=1).indices == 1)[0], h).square().mean()
     ),
+    "put into nothing": lambda net, h, y, m, c: (
+        _put(_put(torch.empty_like(h), m[:, 0], h), ~m[:, 0], h * net.gain).square().mean()
+    ),
+    "put into a view": lambda net, h, y, m, c: (made := h * net.gain, _put(made[:, 1:], m[:, 0], y[:, 1:]))[
+        0
+    ].sum(),
     "a logarithm of 0": lambda net, h, y, m, c: ((1 - h.sigmoid()[m[:, 0]]).log() * net.gain).mean(),
     "infinite at 1": lambda net, h, y, m, c: (h.tanh()[m[:, 0]].atanh() * net.gain).mean(),
     "rows of one number": lambda net, h, y, m, c: (
