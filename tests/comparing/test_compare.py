@@ -87,6 +87,7 @@ def test_limits_on_devices_are_those_of_the_shortest_layer() -> None:
     assert (limits["batch+filter"], limits["batch+domain"]) == (6 * 4, 6 * 36)
 
 
+@pytest.mark.slow
 def test_mixtures_have_a_kind_for_each_axis_and_pipelines_a_stage_for_each_device() -> None:
     rows = by_name(compared(NET, FOUR))
     assert all(row.feasible for row in rows.values())
