@@ -24,6 +24,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from tests.deep_net import Deep
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ROUGH, forced_compiler
 from tests.runtime.saved.test_regather import PLANS, gap, train
@@ -50,19 +51,6 @@ def test_training_equals_serial_training(plan: str, gathering: Gathering | None,
 
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 8  # bytes of a matrix in float64
-
-
-class Deep(nn.Module):
-    """Matrices beside which all else is small."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def peaks(shape: tuple[int, ...], gathering: Gathering | None, *, recompute: bool) -> tuple[float, float]:
