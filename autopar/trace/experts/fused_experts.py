@@ -163,7 +163,7 @@ class _Chains:
 
     def picks(self, item: Operator | None, keys: str) -> bool:
         """Whether an operator gives each row the vector of its expert."""
-        if item is None or len(self.specs[item.operands[0]].shape) != 2:
+        if item is None or not item.operands or len(self.specs[item.operands[0]].shape) != 2:
             return False
         if item.target is aten.index.Tensor:
             return list(item.args[1]) == [Ref(keys)]

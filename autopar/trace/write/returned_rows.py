@@ -23,6 +23,7 @@ aten = torch.ops.aten
 
 RETURNS = (aten.index_add.default, aten.index_put.default)
 BY_ADDING = f"add by y.index_add_(0, places, rows), which sums in any case; {BY_CHOOSING}"
+_WIDEST = 1 << 63  # numbers of 64 bits are below
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
@@ -42,9 +43,9 @@ class _Filled:
     """Where a tensor need not be zero: where these keys are one of these numbers."""
 
     keys: int = -1  # as `EqualTensors` numbers them
-    numbers: frozenset[Any] = frozenset()
+    numbers: frozenset[int] = frozenset()
 
-    def has(self, keys: int, number: Any) -> bool:
+    def has(self, keys: int, number: int) -> bool:
         """Whether it need not be zero somewhere where the keys are this number."""
         return bool(self.numbers) and (keys != self.keys or number in self.numbers)
 
@@ -106,12 +107,16 @@ class ReturnedRows:
         maker = self._maker(name)
         return _Filled() if maker is not None and maker.target in _ZEROS else None
 
-    def _compared(self, mask: Ref) -> tuple[int, Any] | None:
-        """The keys that a mask compares with a number, and this; None for another mask."""
+    def _compared(self, mask: Ref) -> tuple[int, int] | None:
+        """The keys that a mask compares with a number, and this; None for another mask, and for keys of which
+        other numbers may be equal to it in their dtype."""
         maker = self._maker(mask.name)
-        if maker is None or maker.target is not aten.eq.Scalar:
+        if maker is None or maker.target is not aten.eq.Scalar or type(number := maker.args[1]) is not int:
             return None
-        return self.rows.equal.number(maker.args[0].name, self.rows.graph.operators), maker.args[1]
+        keys = maker.args[0].name
+        if self.rows.graph.specs[keys].dtype is not torch.int64 or not -_WIDEST <= number < _WIDEST:
+            return None
+        return self.rows.equal.number(keys, self.rows.graph.operators), number
 
     def _maker(self, name: str) -> Operator | None:
         operators = reversed(self.rows.graph.operators)
@@ -145,7 +150,9 @@ class ReturnedRows:
         once = not others or len(others) == 1 and keeps_one(mask.name, others[0], makers, specs)
         if not once or dims != tuple(sorted(dims)):
             raise self.rows.refused(
-                node, "y[i] += or = rows at places that may repeat, where one row wins,", BY_ADDING
+                node,
+                "y[i] += or = rows at places that may repeat, where one row wins, or are turned",
+                BY_ADDING,
             )
         return mask, dims
 

@@ -94,7 +94,7 @@ class Put(Loop):
     """Each row has one expert, and what this makes of it is put in its place."""
 
     def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        made = torch.zeros_like(rows)
+        made = torch.zeros(len(rows), WIDTH, dtype=rows.dtype)
         for number, expert in enumerate(self.experts):
             mask = chosen[:, 0] == number
             made[mask] = expert(rows[mask]) * shares[mask, :1]

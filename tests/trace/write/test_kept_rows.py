@@ -114,6 +114,9 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     ),
     "put where one class is": lambda net, h, y, m, c: _by_class(h, c, 1, 2, 0).square().mean(),
     "put twice where one class is": lambda net, h, y, m, c: _by_class(h, c, 1, 2, 1).square().mean(),
+    "put where numbers are one in 8 bits": lambda net, h, y, m, c: (
+        _by_class(h, c.to(torch.uint8) + 254, 255, -1, 0).square().mean()
+    ),
     "put by the largest": lambda net, h, y, m, c: (
         _put(y * net.gain, torch.where(h.topk(2, dim=1).indices == 1)[0], h).square().mean()
     ),
