@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -31,10 +30,10 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.values import Value
 from autopar.cost.stages.intervals import (
+    CrossingSums,
     Intervals,
     choose_places,
     crossing_bytes,
-    crossing_row,
     intervals,
 )
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
@@ -205,6 +204,7 @@ def _border(before: PricedProgram, after: PricedProgram, hop: Link, places: Sequ
         last[each.name] = max([last.get(each.name, -1), *each.uses])
     sources = [before.values.source(name) for name in before.values.sources]
     crossing = [replace(each, uses=(last[each.name],)) for each in sources if last.get(each.name, -1) >= 0]
+    known: dict[object, int] = {}  # elements of values that are cut alike
 
     def seconds(value: Value, *, back: bool) -> float:
         name, specs = value.name, before.graph.specs
@@ -213,15 +213,24 @@ def _border(before: PricedProgram, after: PricedProgram, hop: Link, places: Sequ
         sides = [MeshSide(each.prices.dims, each.values.source(name).layout) for each in (before, after)]
         if back:
             sides = [side._replace(layout=transposed(side.layout)) for side in reversed(sides)]
-        sent, received = Counter[int](), Counter[int]()
-        for item in messages(name, *sides):
-            nbytes = math.prod(item.sent.shape) * specs[name].dtype.itemsize
-            sent[item.sender] += nbytes
-            received[item.receiver] += nbytes
-        return send_recv(max([*sent.values(), *received.values()], default=0), hop)
+        key = tuple((side.layout, side.dims.mesh, side.dims.ways_of_cutting(name)) for side in sides)
+        if key not in known:
+            known[key] = _most_sent(name, *sides)
+        return send_recv(known[key] * specs[name].dtype.itemsize, hop)
 
-    ahead, back = (crossing_row(crossing, places, partial(seconds, back=each)) for each in (False, True))
+    rows = CrossingSums(crossing, places)
+    ahead, back = (rows.row([seconds(value, back=each) for value in crossing]) for each in (False, True))
     return ahead, back
+
+
+def _most_sent(name: str, source: MeshSide, target: MeshSide) -> int:
+    """Elements of a value that the rank sends or receives which does most of either."""
+    sent, received = Counter[int](), Counter[int]()
+    for item in messages(name, source, target):
+        elements = math.prod(item.sent.shape)
+        sent[item.sender] += elements
+        received[item.receiver] += elements
+    return max([*sent.values(), *received.values()], default=0)
 
 
 def _told(
