@@ -79,14 +79,20 @@ class StageProblem:
         return self.problem.solve(replace(ask, memory_price=MemoryPrice(seconds, seconds)), limits)
 
 
-def find_unlike(graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans = NO_MEANS) -> Plan:
-    """The plan of stages on the request's meshes, one after the other; raises InputError for what such stages
-    can't have, InfeasibleError if they don't fit."""
+def find_unlike(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    means: SearchMeans = NO_MEANS,
+    solved: Sequence[StageProblem] = (),
+) -> Plan:
+    """The plan of stages on the request's meshes, one after the other, of which some may be `solved` already;
+    raises InputError for what such stages can't have, InfeasibleError if they don't fit."""
     _check(request)
     stageable(graph, request)
     limits = Limits(after(request.time_limit) if means.deadline is None else means.deadline)
-    problems = _problems(graph, cluster, request, CostModel.of(cluster, means.database))
-    hop = problems[0].problem.hop
+    problems = _problems(graph, cluster, request, CostModel.of(cluster, means.database), solved)
+    hop = _hop(cluster)
     found: list[tuple[ScheduledCut, list[Solution]]] = []
     failures: list[InfeasibleError] = []
     for price in BYTE_PRICES:
@@ -121,12 +127,22 @@ def _check(request: Request) -> None:
         )
 
 
-def _problems(graph: Graph, cluster: ClusterSpec, request: Request, model: CostModel) -> list[StageProblem]:
-    hop = cluster.inter if cluster.nodes > 1 and cluster.inter else cluster.intra
-    known: dict[tuple[Mesh, ClusterSpec], StageProblem] = {}
+def _hop(cluster: ClusterSpec) -> Link:
+    """The link between stages."""
+    return cluster.inter if cluster.nodes > 1 and cluster.inter else cluster.intra
+
+
+def _problems(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    model: CostModel,
+    solved: Sequence[StageProblem],
+) -> list[StageProblem]:
+    known = {(each.problem.mesh, each.part): each for each in solved}
     found = []
     for mesh, part in zip(request.meshes, parts_of(cluster, request.meshes), strict=True):
-        made = known.get((mesh, part)) or problem_on(graph, mesh, part, request, model, hop)
+        made = known.get((mesh, part)) or problem_on(graph, mesh, part, request, model, _hop(cluster))
         found.append(known.setdefault((mesh, part), made))
     return found
 
@@ -293,19 +309,19 @@ def find_by_groups(
     try:
         graph = graph_of(count)
         parts = parts_of(cluster, [Mesh((size,)) for size in sizes])
-        chosen = [_fastest_mesh(graph, part, asked, model, limits) for part in parts]
-        axes = max(len(mesh.shape) for mesh in chosen)
-        meshes = tuple(with_axes(mesh, axes) for mesh in chosen)
-        return find_unlike(graph, cluster, replace(asked, meshes=meshes), means)
+        chosen = [_fastest(graph, part, asked, model, limits) for part in parts]
+        axes = max(len(each.problem.mesh.shape) for each in chosen)
+        meshes = tuple(with_axes(each.problem.mesh, axes) for each in chosen)
+        return find_unlike(graph, cluster, replace(asked, meshes=meshes), means, solved=chosen)
     except (InfeasibleError, InputError, SolverError, TraceError):
         return None
 
 
-def _fastest_mesh(
+def _fastest(
     graph: Graph, part: ClusterSpec, request: Request, model: CostModel, limits: Limits
-) -> Mesh:
-    """The mesh on which the whole graph is faster: one axis, or nodes by devices."""
+) -> StageProblem:
+    """The problem on the mesh on which the whole graph is faster: one axis, or nodes by devices."""
     flat, nodes = Mesh((part.num_devices,)), Mesh((part.nodes, part.devices_per_node))
     meshes = [flat, nodes] if min(nodes.shape) > 1 else [flat]
     problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes]
-    return min(problems, key=lambda each: each.solve(0.0, limits).seconds).problem.mesh
+    return min(problems, key=lambda each: each.solve(0.0, limits).seconds)
