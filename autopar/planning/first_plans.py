@@ -132,18 +132,26 @@ class WholeBatch:
 
 
 def fitted_step(
-    problem: MeshProblem, batch: WholeBatch, kind: Force, cluster: ClusterSpec, limits: Limits
+    problem: MeshProblem,
+    batch: WholeBatch,
+    kind: Force,
+    cluster: ClusterSpec,
+    limits: Limits,
+    *,
+    cutoff: float = math.inf,
 ) -> tuple[MeshProblem, Step]:
     """The step of one kind on all devices, in as few parts of the batch as fit, and its problem.
 
-    All devices of the cluster are on one axis. See `first_step` for what it raises."""
+    All devices of the cluster are on one axis. What takes `cutoff` seconds or more isn't made to fit. See
+    `first_step` for what it raises."""
     at_once = _in_parts(problem, batch, batch.counts[0], cluster)
-    step, cap = first_step(at_once, kind, limits), problem.cap or 0
+    step, cap = first_step(at_once, kind, limits, cutoff=cutoff), problem.cap or 0
     count = batch.few(step, cap)
-    if step.peak_bytes <= cap or count is None or count == batch.counts[0] or is_over(limits.deadline):
+    done = step.peak_bytes <= cap or step.seconds >= cutoff or is_over(limits.deadline)
+    if done or count is None or count == batch.counts[0]:
         return at_once, step
     parted = _in_parts(problem, batch, count, cluster)
-    return parted, first_step(parted, kind, limits)
+    return parted, first_step(parted, kind, limits, cutoff=cutoff)
 
 
 def _in_parts(problem: MeshProblem, batch: WholeBatch, count: int, cluster: ClusterSpec) -> MeshProblem:

@@ -79,8 +79,9 @@ def pace_of(priced: PricedProgram) -> float:
 
     It is K over the sum of the ranks' speeds against that of the slowest devices of all.
     """
-    ranks = range(len(priced.prices.ranks))
+    ranks = priced.prices.ranks
     if not ranks or priced.cost.micro_batch <= 0:
         return 1.0
-    seconds = [priced.at(priced.prices.on_rank(rank)).cost.micro_batch for rank in ranks]
-    return len(ranks) / sum(priced.cost.micro_batch / each for each in seconds)
+    kinds = {part: priced.prices.on_rank(rank) for rank, part in enumerate(ranks)}
+    seconds = {part: priced.at(prices).cost.micro_batch for part, prices in kinds.items()}
+    return len(ranks) / sum(priced.cost.micro_batch / seconds[part] for part in ranks)

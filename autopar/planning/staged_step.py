@@ -16,13 +16,14 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planning.asked.ask import Ask, Limits
 from autopar.planning.assignment_problem import AssignmentProblem
-from autopar.planning.group_orders import orders_of, pace_of
+from autopar.planning.group_orders import hosts_of, orders_of, pace_of
 from autopar.schedules.in_flight import mean_flight
 from autopar.solve.assignment.search import MEMORY_PRICES
 from autopar.solve.choices.memory_price import MemoryPrice
 from autopar.solve.program.problem import Problem
 from autopar.solve.program.solution import CutoffError, Solution, check_cutoff
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
+from autopar.solve.stages.order_tables import OrderTables
 from autopar.solve.stages.step import Step, staged
 
 UNKNOWN_STEPS = 4  # of the bisection between `MEMORY_PRICES`
@@ -179,22 +180,30 @@ class StagedStep:
             return 1.0
         return pace_of(fastest.priced)
 
-    def in_orders(self, solution: Solution, cut: Callable[..., Step], schedules: Sequence[Schedule]) -> Step:
-        """The best step over the orders in which groups of devices may hold stages."""
+    def in_orders(
+        self,
+        solution: Solution,
+        cut: Callable[..., Step],
+        schedules: Sequence[Schedule],
+        *,
+        known: tuple[int, ...] | None,
+        limit: float,
+    ) -> Step:
+        """The best step over the orders in which groups of devices may hold stages, or in that which is
+        `known`. All take less than `limit` seconds, and each less than those before."""
         best: Step | None = None
         failures: list[InfeasibleError] = []
-        blocks, request = self.problem.blocks, self.problem.request
+        blocks, tables = self.problem.blocks, OrderTables(self.problem.hop)
         own = tuple(range(len(blocks)))
-        fixed = request.stages_of_uses is not None
-        for hosts in [request.hosts or own] if fixed else orders_of(blocks):
-            moved = hosts != own
-            kinds = [each for each in schedules if not moved or each.kind in MOVABLE]
-            if not kinds:
+        for hosts in self.orders(known):
+            kinds = [each for each in schedules if hosts == own or each.kind in MOVABLE]
+            if not kinds or (best is not None and known is not None):
                 continue
             prices = self.problem.prices.in_order([blocks[host] for host in hosts])
             priced = dataclasses.replace(solution, priced=solution.priced.at(prices))
+            least = limit if best is None else min(limit, best.seconds)
             try:
-                step = cut(priced, schedules=kinds)
+                step = cut(priced, schedules=kinds, limit=least, tables=tables)
             except InfeasibleError as error:
                 failures.append(error)
                 continue
@@ -202,6 +211,13 @@ class StagedStep:
         if best is None:
             raise min(failures, key=lambda error: (isinstance(error, CutoffError), error.least or 0))
         return best
+
+    def orders(self, known: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+        """The orders in which parts may hold stages, first the one that is known to be good."""
+        request, blocks = self.problem.request, self.problem.blocks
+        if request.stages_of_uses is not None:
+            return [request.hosts or tuple(range(len(blocks)))]
+        return list(dict.fromkeys([*([] if known is None else [known]), *orders_of(blocks)]))
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
         """Whether the cap holds a rank's share of all state; without that no cut fits."""
@@ -220,9 +236,11 @@ class StagedStep:
     ) -> Step:
         """The assignment's best step under any of the schedules; see `staged`."""
         problem, request = self.problem, self.problem.request
-        starts, schedules, incumbent = None, problem.schedules, limits.incumbent
+        starts, schedules, incumbent, known = None, problem.schedules, limits.incumbent, None
         if incumbent and incumbent.schedule and self.even_seconds(solution.seconds) >= incumbent.seconds:
             schedules = [incumbent.schedule]
+            ranks = incumbent.solution.priced.prices.ranks
+            known = hosts_of(ranks, problem.blocks) or tuple(range(len(ranks)))
         if request.stages_of_uses is not None:
             starts = kept_starts(problem.graph, request.stages_of_uses, problem.schedules[0].stages)
         cut = partial(
@@ -235,12 +253,11 @@ class StagedStep:
             recompute=request.recompute,
             offload=problem.offload,
             cutoff=cutoff,
-            limit=limit,
         )
-        asked = cap, solution.bound if relaxed is None else relaxed, schedules, problem.places
+        asked = cap, solution.bound if relaxed is None else relaxed, schedules, problem.places, known
 
         def best_order() -> Step:
-            return self.in_orders(solution, cut, schedules)
+            return self.in_orders(solution, cut, schedules, known=known, limit=limit)
 
-        cuts_once = best_order if problem.blocks else partial(cut, solution, schedules=schedules)
+        cuts_once = best_order if problem.blocks else partial(cut, solution, schedules=schedules, limit=limit)
         return problem.known_cuts.step(solution.program, asked, cuts_once, cutoff=cutoff, limit=limit)

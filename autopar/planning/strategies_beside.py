@@ -65,7 +65,7 @@ def within_the_cap(
     if (row.feasible and is_flat) or too_slow or is_over(limits.deadline):
         return row
     try:
-        flat, step = fitted_step(problem, batch, kind, cluster, limits)
+        flat, step = fitted_step(problem, batch, kind, cluster, limits, cutoff=MUCH_SLOWER * plan.seconds)
     except (InfeasibleError, InputError, SolverError, TraceError):
         return row
     own = beside(flat, row.name, step)

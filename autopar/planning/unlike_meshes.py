@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -31,10 +30,10 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.values import Value
 from autopar.cost.stages.intervals import (
+    CrossingSums,
     Intervals,
     choose_places,
     crossing_bytes,
-    crossing_row,
     intervals,
 )
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
@@ -80,14 +79,20 @@ class StageProblem:
         return self.problem.solve(replace(ask, memory_price=MemoryPrice(seconds, seconds)), limits)
 
 
-def find_unlike(graph: Graph, cluster: ClusterSpec, request: Request, means: SearchMeans = NO_MEANS) -> Plan:
-    """The plan of stages on the request's meshes, one after the other; raises InputError for what such stages
-    can't have, InfeasibleError if they don't fit."""
+def find_unlike(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    means: SearchMeans = NO_MEANS,
+    solved: Sequence[StageProblem] = (),
+) -> Plan:
+    """The plan of stages on the request's meshes, one after the other, of which some may be `solved` already;
+    raises InputError for what such stages can't have, InfeasibleError if they don't fit."""
     _check(request)
     stageable(graph, request)
     limits = Limits(after(request.time_limit) if means.deadline is None else means.deadline)
-    problems = _problems(graph, cluster, request, CostModel.of(cluster, means.database))
-    hop = problems[0].problem.hop
+    problems = _problems(graph, cluster, request, CostModel.of(cluster, means.database), solved)
+    hop = _hop(cluster)
     found: list[tuple[ScheduledCut, list[Solution]]] = []
     failures: list[InfeasibleError] = []
     for price in BYTE_PRICES:
@@ -122,12 +127,22 @@ def _check(request: Request) -> None:
         )
 
 
-def _problems(graph: Graph, cluster: ClusterSpec, request: Request, model: CostModel) -> list[StageProblem]:
-    hop = cluster.inter if cluster.nodes > 1 and cluster.inter else cluster.intra
-    known: dict[tuple[Mesh, ClusterSpec], StageProblem] = {}
+def _hop(cluster: ClusterSpec) -> Link:
+    """The link between stages."""
+    return cluster.inter if cluster.nodes > 1 and cluster.inter else cluster.intra
+
+
+def _problems(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    model: CostModel,
+    solved: Sequence[StageProblem],
+) -> list[StageProblem]:
+    known = {(each.problem.mesh, each.part): each for each in solved}
     found = []
     for mesh, part in zip(request.meshes, parts_of(cluster, request.meshes), strict=True):
-        made = known.get((mesh, part)) or problem_on(graph, mesh, part, request, model, hop)
+        made = known.get((mesh, part)) or problem_on(graph, mesh, part, request, model, _hop(cluster))
         found.append(known.setdefault((mesh, part), made))
     return found
 
@@ -205,6 +220,7 @@ def _border(before: PricedProgram, after: PricedProgram, hop: Link, places: Sequ
         last[each.name] = max([last.get(each.name, -1), *each.uses])
     sources = [before.values.source(name) for name in before.values.sources]
     crossing = [replace(each, uses=(last[each.name],)) for each in sources if last.get(each.name, -1) >= 0]
+    known: dict[object, int] = {}  # elements of values that are cut alike
 
     def seconds(value: Value, *, back: bool) -> float:
         name, specs = value.name, before.graph.specs
@@ -213,15 +229,24 @@ def _border(before: PricedProgram, after: PricedProgram, hop: Link, places: Sequ
         sides = [MeshSide(each.prices.dims, each.values.source(name).layout) for each in (before, after)]
         if back:
             sides = [side._replace(layout=transposed(side.layout)) for side in reversed(sides)]
-        sent, received = Counter[int](), Counter[int]()
-        for item in messages(name, *sides):
-            nbytes = math.prod(item.sent.shape) * specs[name].dtype.itemsize
-            sent[item.sender] += nbytes
-            received[item.receiver] += nbytes
-        return send_recv(max([*sent.values(), *received.values()], default=0), hop)
+        key = tuple((side.layout, side.dims.mesh, side.dims.ways_of_cutting(name)) for side in sides)
+        if key not in known:
+            known[key] = _most_sent(name, *sides)
+        return send_recv(known[key] * specs[name].dtype.itemsize, hop)
 
-    ahead, back = (crossing_row(crossing, places, partial(seconds, back=each)) for each in (False, True))
+    rows = CrossingSums(crossing, places)
+    ahead, back = (rows.row([seconds(value, back=each) for value in crossing]) for each in (False, True))
     return ahead, back
+
+
+def _most_sent(name: str, source: MeshSide, target: MeshSide) -> int:
+    """Elements of a value that the rank sends or receives which does most of either."""
+    sent, received = Counter[int](), Counter[int]()
+    for item in messages(name, source, target):
+        elements = math.prod(item.sent.shape)
+        sent[item.sender] += elements
+        received[item.receiver] += elements
+    return max([*sent.values(), *received.values()], default=0)
 
 
 def _told(
@@ -284,19 +309,19 @@ def find_by_groups(
     try:
         graph = graph_of(count)
         parts = parts_of(cluster, [Mesh((size,)) for size in sizes])
-        chosen = [_fastest_mesh(graph, part, asked, model, limits) for part in parts]
-        axes = max(len(mesh.shape) for mesh in chosen)
-        meshes = tuple(with_axes(mesh, axes) for mesh in chosen)
-        return find_unlike(graph, cluster, replace(asked, meshes=meshes), means)
+        chosen = [_fastest(graph, part, asked, model, limits) for part in parts]
+        axes = max(len(each.problem.mesh.shape) for each in chosen)
+        meshes = tuple(with_axes(each.problem.mesh, axes) for each in chosen)
+        return find_unlike(graph, cluster, replace(asked, meshes=meshes), means, solved=chosen)
     except (InfeasibleError, InputError, SolverError, TraceError):
         return None
 
 
-def _fastest_mesh(
+def _fastest(
     graph: Graph, part: ClusterSpec, request: Request, model: CostModel, limits: Limits
-) -> Mesh:
-    """The mesh on which the whole graph is faster: one axis, or nodes by devices."""
+) -> StageProblem:
+    """The problem on the mesh on which the whole graph is faster: one axis, or nodes by devices."""
     flat, nodes = Mesh((part.num_devices,)), Mesh((part.nodes, part.devices_per_node))
     meshes = [flat, nodes] if min(nodes.shape) > 1 else [flat]
     problems = [problem_on(graph, mesh, part, request, model) for mesh in meshes]
-    return min(problems, key=lambda each: each.solve(0.0, limits).seconds).problem.mesh
+    return min(problems, key=lambda each: each.solve(0.0, limits).seconds)

@@ -395,6 +395,16 @@ class Dims:
         followed = self._length(base), base in self._weights, *way
         return self._length(component), component in self._weights, followed
 
+    def ways_of_cutting(self, name: str) -> object:
+        """A key that is equal for tensors of equal sizes, in this graph, that are cut alike on one mesh."""
+        atoms = self.atoms.of[name]
+        owns = [
+            self.component(name, Shard(dim, atom))
+            for dim, row in enumerate(atoms)
+            for atom in range(len(row))
+        ]
+        return atoms, tuple(map(self.way_of_cutting, owns))
+
     def _make_cut(self, component: Atom, axes: tuple[int, ...]) -> Cut:
         length = self._length(component)
         if component in self._tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from autopar.core.force import Parallelism
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
+from autopar.planning import unlike_meshes
 from autopar.planning.asked.ask import NO_MEANS
 from autopar.planning.asked.option_values import read_mesh
 from autopar.planning.asked.request import Request
@@ -57,7 +59,8 @@ def test_each_rank_of_the_next_stage_is_sent_its_part(graph: Graph) -> None:
     assert (found.stages[0].send_output, found.stages[1].send_gradient) == (seconds, seconds)
 
 
-def test_groups_of_unlike_sizes_may_be_a_stage_each(graph: Graph) -> None:
+def test_groups_of_unlike_sizes_may_be_a_stage_each(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mesh is looked at once."""
     groups = [
         replace(cluster_of(speed, 5.0).groups[0], name=name, devices_per_node=size, memory=BIG)
         for name, speed, size in (("one", 2.0, 1), ("three", 1.0, 3))
@@ -65,9 +68,16 @@ def test_groups_of_unlike_sizes_may_be_a_stage_each(graph: Graph) -> None:
     slow = Link(1e-3, 1e9)
     cluster = ClusterSpec.of_groups(groups, [GroupLink(("one", "three"), slow)])
     request = Request(measure=False, schedule=None)
+    made, problem_on = list[object](), unlike_meshes.problem_on
+
+    def counted(*args: Any) -> unlike_meshes.StageProblem:
+        made.append(args[1:3])
+        return problem_on(*args)
+
+    monkeypatch.setattr(unlike_meshes, "problem_on", counted)
     found = find_by_groups(lambda _: graph, [1, 2, 4, 8, 16], cluster, request, NO_MEANS)
     assert found is not None and found.pipeline.micro_batches == 8
-    assert [mesh.num_devices for mesh in found.pipeline.meshes] == [1, 3]
+    assert [mesh.num_devices for mesh in found.pipeline.meshes] == [1, 3] and len(made) == 2
     alike = cluster_of(1.0, 2.0)
     assert find_by_groups(lambda _: graph, [1, 8], alike, request, NO_MEANS) is None
 

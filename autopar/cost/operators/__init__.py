@@ -2,6 +2,7 @@
 
 lowering           those calls, of the rank with the most to do
 calls              each of them as what it does to memory
+rank_calls         the same, read once for all kinds of devices
 price              what an operator costs under a strategy
 prices             prices of every strategy
 exchanges          seconds of collectives, and of exchanges inside of operators

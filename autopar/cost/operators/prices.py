@@ -10,7 +10,7 @@ axes that are alike, or by its local call: one `KnownOperator` for all that are 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import OperatorCost
 from autopar.core.deadline import check_time
 from autopar.core.graph import Call, Operator, TensorSpec
-from autopar.core.operator_facts import facts_of
 from autopar.core.placement import Layout
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
@@ -26,14 +25,12 @@ from autopar.cost.operators.calls import OperatorCalls, read_calls
 from autopar.cost.operators.fused_groups import OperatorTraffic
 from autopar.cost.operators.fused_memory import fused_calls, fused_saved
 from autopar.cost.operators.group_prices import GroupPrices
-from autopar.cost.operators.halo_convolution import strip_calls
 from autopar.cost.operators.lowering import LoweredOperator, local_shapes, lower, priced_rank
 from autopar.cost.operators.price import KnownOperator, PartBytes
 from autopar.cost.operators.price import Price as Price
-from autopar.cost.operators.ring_attention import ring_calls
-from autopar.cost.operators.saved import SavedTensors, find_saved, stand_ins
+from autopar.cost.operators.rank_calls import RankCalls
+from autopar.cost.operators.saved import SavedTensors
 from autopar.cost.operators.tensor_prices import TensorPrices
-from autopar.rewrite.emit import LocalCall
 from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.sharding.rule import GATHER, Rule, rule_of
 from autopar.sharding.strategies import number_of, sign_of, text_of
@@ -80,10 +77,15 @@ class Prices(TensorPrices):
     read: dict[str, bool] = field(default_factory=dict)  # by weight, whether anything reads it
     _hosting: dict[frozenset[str], Prices] = field(default_factory=dict)
     by_group: dict[int, Prices] = field(init=False)  # of unlike devices, on the ranks of each kind
+    _kinds_of_devices: int = field(init=False)
 
     def __post_init__(self) -> None:
         TensorPrices.__post_init__(self)
         self.by_group = self._by_group() if self.cluster.groups else {}
+        models = [each.model for each in self.by_group.values()]
+        self._kinds_of_devices = number_of(
+            tuple((each.device, each.contention, each.of_file) for each in models)
+        )
         if self.groups and self._group_prices is None:
             self._group_prices = GroupPrices(
                 self.groups, self.dims, self.model, self._lower, training=self.training
@@ -272,15 +274,22 @@ class Prices(TensorPrices):
         return store[key]
 
     def _new_operator(self, operation: Operator, strategy: Strategy, local: int | None) -> KnownOperator:
-        if local is None or self.by_group:
+        if local is None:
             return KnownOperator()
+        devices = self, *self.by_group.values()
+        key = local, *(each.operand_shapes(operation, strategy) for each in devices)
+        return self.known.local.setdefault((key, self._kinds_of_devices), KnownOperator())
+
+    def operand_shapes(self, operation: Operator, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the operands of the rank that is priced."""
         place = priced_rank(operation, strategy, self.dims)
-        shapes = local_shapes(operation, strategy, self.dims, place)
-        return self.known.local.setdefault((local, shapes), KnownOperator())
+        return local_shapes(operation, strategy, self.dims, place)
 
     def _alike(self, strategy: Strategy) -> Strategy:
-        """Axes of one size and one link are interchangeable: strategies in one order stand for all."""
-        return tuple(sorted(strategy, key=_factor)) if self._exchanges.are_equal else strategy
+        """Axes of one size and one link are interchangeable: strategies in one order stand for all. Some of
+        the ranks may be `among` those that an axis cuts short."""
+        equal = self._exchanges.are_equal and not self.dims.among
+        return tuple(sorted(strategy, key=_factor)) if equal else strategy
 
     def _kind(self, operation: Operator) -> OperatorKind:
         found = self._kinds.get(operation.name)
@@ -324,27 +333,35 @@ class Prices(TensorPrices):
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
         """The price on the largest rank; of unlike devices on the rank that takes longest, and the memory of
         the largest."""
+        largest = RankCalls.of(self._lower(operation, strategy), self.device.kind)
+        own = self.price_of(largest, strategy)
         if not self.by_group:
-            return self.price_of(self._lower(operation, strategy), strategy)
-        largest = self._lower(operation, strategy)
-        written = {_shapes_of(largest): largest}  # ranks with equal parts run equal calls
-        prices = []
-        for prices_of_group in self.by_group.values():
-            dims = prices_of_group.dims
-            place = priced_rank(operation, strategy, dims)
-            shapes = local_shapes(operation, strategy, dims, place)
-            if shapes not in written:
-                member = self._member(operation)
-                written[shapes] = lower(operation, strategy, dims, training=self.training, member=member)
-            prices.append(prices_of_group.price_of(written[shapes], strategy))
+            return own
+        written = {tuple(spec.shape for spec in largest.operands): largest}
+        prices = [each.priced_among(operation, strategy, written) for each in self.by_group.values()]
         slowest = max(prices, key=lambda price: price.compute + price.communication)
-        kept = self.price_of(largest, strategy)
-        return replace(slowest, saved=kept.saved, tie=kept.tie)
+        return replace(slowest, saved=own.saved, tie=own.tie)
 
-    def price_of(self, lowered: LoweredOperator, strategy: Strategy) -> Price:
+    def priced_among(
+        self,
+        operation: Operator,
+        strategy: Strategy,
+        written: dict[tuple[tuple[int, ...], ...], RankCalls],
+    ) -> Price:
+        """The price on these ranks. Ranks whose operands have equal shapes, by which calls are `written`
+        already, run equal calls."""
+        known = self._known_operator(operation, strategy)
+        if known.price is None:
+            shapes = self.operand_shapes(operation, strategy)
+            if shapes not in written:
+                written[shapes] = RankCalls.of(self._lower(operation, strategy), self.device.kind)
+            known.price = self.price_of(written[shapes], strategy)
+        return known.price
+
+    def price_of(self, written: RankCalls, strategy: Strategy) -> Price:
         """The price of what a rule wrote for a rank."""
-        operation = lowered.operation
-        work = self._work(lowered, strategy)
+        operation = written.lowered.operation
+        work = self._work(written, strategy)
         compute = sum(map(self._seconds, work.costs))
         ahead = sum(item.forward_seconds for item in work.costs) * self.model.contention
         behind, products = compute - ahead, sum(map(flops, work.products))
@@ -377,22 +394,18 @@ class Prices(TensorPrices):
             late=weights if operation.target in PRODUCTS else 0.0,
         )
 
-    def _work(self, lowered: LoweredOperator, strategy: Strategy) -> _RuleWork:
-        emitter, cost = lowered.emitter, self.model.cost
-        doubles, operands = stand_ins(emitter), lowered.operands
-        written, doubled = _local_calls(emitter.written), _local_calls(doubles)
-        strips = *strip_calls(emitter), *ring_calls(emitter)
-        drawn = [self._drawn(item.call) for item in emitter.written if not item.is_local]
+    def _work(self, written: RankCalls, strategy: Strategy) -> _RuleWork:
+        cost, lowered, operands = self.model.cost, written.lowered, written.operands
+        drawn = [self._drawn(call) for call in written.drawn]
         inner = [
-            self._exchanges.inner(target, emitter.described(args), spec, training=self.training)
-            for target, args, spec in emitter.collectives
+            self._exchanges.inner(target, args, spec, training=self.training)
+            for target, args, spec in written.exchanges
         ]
-        made = (*emitter.written, *doubles)
-        saved = find_saved(emitter, made, lowered.values, lowered.results, self.device.kind)
+        saved, strips = written.saved, written.strips
         fused = self._group_prices.member(lowered, strategy) if self._group_prices else None
         if fused is None or lowered.member is None:
-            own, products = list(map(cost, written)), (*written, *doubled)
-            costs, calls = [*drawn, *own, *map(cost, doubled + strips)], products + strips
+            own, products = list(map(cost, written.own)), (*written.own, *written.doubles)
+            costs, calls = [*drawn, *own, *map(cost, written.doubles + strips)], products + strips
             launches = len(calls)
         else:
             part, measured = fused
@@ -431,16 +444,3 @@ def _no_prices() -> dict[str, Any]:
 
 def _factor(option: Option) -> str:
     return option.factor
-
-
-def _shapes_of(lowered: LoweredOperator) -> tuple[tuple[int, ...], ...]:
-    return tuple(spec.shape for spec in lowered.operands)
-
-
-def _local_calls(written: Iterable[LocalCall]) -> tuple[Call, ...]:
-    """Torch's own calls, or what they are made of where that is declared."""
-    found: list[Call] = []
-    for call in (item.call for item in written if item.is_local):
-        within = facts_of(call.target).within
-        found.extend(within(call.args) if within else (call,))
-    return tuple(found)

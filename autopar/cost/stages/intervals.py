@@ -11,9 +11,10 @@ u_(i-1): a rectangle of the table (rectangles.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from autopar.cost.program.values import Value
 from autopar.cost.stages.split_backward import Halves, WholeBackward, beside, halves
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, BucketSizes, bucket_sizes
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear
 # layers of 8 took 0.66 ms more for every micro-batch more (torch 2.13, gloo, one thread of a Xeon).
 CALL_SECONDS = 330e-6
@@ -109,7 +112,7 @@ class Intervals:
             calling=0.0,
             splitting=0.0,
             summed=0.0,
-            of_ranks=tuple(each.scheduled(kind) for each in self.of_ranks),
+            of_ranks=for_each_kind(lambda table: table.scheduled(kind), self.of_ranks),
         )
 
     @property
@@ -118,12 +121,21 @@ class Intervals:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
+def for_each_kind(make: Callable[[Given], Made], ranks: Sequence[Given]) -> tuple[Made, ...]:
+    """What is made of each rank's own, once for ranks that share it: those of one kind of devices do."""
+    made: dict[int, Made] = {}
+    for each in ranks:
+        if id(each) not in made:
+            made[id(each)] = make(each)
+    return tuple(made[id(each)] for each in ranks)
+
+
 def crossing_bytes(priced: PricedProgram) -> tuple[int, ...]:
     """For each operator the bytes per rank that a cut before it would send on."""
-    row = _Crossing(range(len(priced.graph.operators) + 1))
-    for value in priced.values.of.values():
-        row.add(value, float(priced.prices.local_bytes(value.name, value.layout)))
-    return tuple(int(nbytes) for nbytes in row.total()[:-1])
+    values = list(priced.values.of.values())
+    nbytes = [float(priced.prices.local_bytes(value.name, value.layout)) for value in values]
+    row = CrossingSums(values, range(len(priced.graph.operators) + 1)).row(nbytes)
+    return tuple(int(each) for each in row[:-1])
 
 
 def choose_places(crossing: Sequence[int], most: int) -> tuple[int, ...]:
@@ -156,19 +168,33 @@ def intervals(
     to the host what hides in it of what the program moves, or all if that is of the stages from `starts` on.
     """
     of_ranks = [priced.prices.on_rank(rank) for rank in range(len(priced.prices.ranks))]
-    kinds = {id(prices): prices for prices in (*of_ranks, priced.prices)}  # ranks of one kind have one table
-    made: dict[int, Intervals] = {}
-    memory: StageMemory | None = None  # the same on all kinds, but for what hides in their seconds
-    for key, prices in kinds.items():
-        program = priced if prices is priced.prices else priced.at(prices)
-        if memory is None or priced.program.offload:
-            memory = _memory(program, places, starts)
-        made[key] = _intervals(program, hop, places=places, memory=memory)
-    return replace(
-        made[id(priced.prices)],
-        of_ranks=tuple(made[id(prices)] for prices in of_ranks),
-        room=priced.prices.room,
-    )
+    shared = _memory(priced, places, starts), _border_rows(priced, hop, places)
+
+    def table(prices: Prices) -> Intervals:
+        if prices is priced.prices:
+            return _intervals(priced, hop, places=places, shared=shared)
+        program = priced.at(prices)
+        memory = _memory(program, places, starts) if priced.program.offload else shared[0]  # by what hides
+        return _intervals(program, hop, places=places, shared=(memory, shared[1]))
+
+    own, *others = for_each_kind(table, [priced.prices, *of_ranks])
+    return replace(own, of_ranks=tuple(others), room=priced.prices.room)
+
+
+def _border_rows(priced: PricedProgram, hop: LinkLike, places: Sequence[int]) -> list[Row]:
+    """What crosses each cut, alike on all kinds of devices: seconds on and back, bytes on and back."""
+    values, prices = list(priced.values.of.values()), priced.prices
+    nbytes = [prices.local_bytes(value.name, value.layout) for value in values]
+    seconds = [send_recv(each, hop) for each in nbytes]
+    returns = [prices.training and priced.graph.specs[value.name].requires_grad for value in values]
+    crossing = CrossingSums(values, places)
+    return [
+        crossing.row(
+            [amount if is_ahead or back else 0 for amount, back in zip(amounts, returns, strict=True)]
+        )
+        for amounts in (seconds, nbytes)
+        for is_ahead in (True, False)
+    ]
 
 
 def _intervals(
@@ -176,23 +202,14 @@ def _intervals(
     hop: LinkLike,
     *,
     places: Sequence[int],
-    memory: StageMemory,
+    shared: tuple[StageMemory, Sequence[Row]],
 ) -> Intervals:
-    """The tables on one kind of devices."""
-    prices = priced.prices
+    """The tables on one kind of devices, beside the memory and the rows of borders that kinds share."""
+    prices, (memory, borders) = priced.prices, shared
     sums = _Seconds(priced, places)
     state, sync, update, buckets, others, summed = _weights(priced, hop, places)
     saved, split = memory.saved, memory.split
-    rows = [_Crossing(places) for _ in range(4)]
-    for value in priced.values.of.values():
-        nbytes = prices.local_bytes(value.name, value.layout)
-        seconds = send_recv(nbytes, hop)
-        requires_grad = prices.training and priced.graph.specs[value.name].requires_grad
-        for row, amount in zip(
-            rows, (seconds, seconds * requires_grad, nbytes, nbytes * requires_grad), strict=True
-        ):
-            row.add(value, amount)
-    send, send_back, received, received_back = (row.total() for row in rows)
+    send, send_back, received, received_back = borders
     back = received_back[None, :]
     at_hand = received[:, None] + received_back[:, None]  # while the first gradients of a stage come last
     return Intervals(
@@ -234,34 +251,26 @@ def _intervals(
     )
 
 
-def crossing_row(values: Iterable[Value], places: Sequence[int], amount: Callable[[Value], float]) -> Row:
-    """The sum, at each cut, of an amount of all the values that cross it."""
-    row = _Crossing(places)
-    for value in values:
-        row.add(value, amount(value))
-    return row.total()
-
-
 def _host_seconds(prices: Prices) -> float:
     """Weight of a second of Python: 0 with a GPU, whose kernels run beside it."""
     return prices.model.contention if prices.device.kind == "cpu" else 0.0
 
 
-class _Crossing:
-    """A row over cuts, of what is made before and used behind them."""
+class CrossingSums:
+    """Which values cross each cut: those that are made before and used behind it."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = np.asarray(places)
-        self.row = np.zeros(len(places) + 1)
+    def __init__(self, values: Sequence[Value], places: Sequence[int]) -> None:
+        self.size, self.crosses = len(places), [bool(value.uses) and not value.free for value in values]
+        ends = [(each.maker, each.uses[-1]) for each in compress(values, self.crosses)]
+        pairs = np.asarray(ends, dtype=np.intp).reshape(-1, 2)
+        self.ends = np.searchsorted(np.asarray(places), pairs, side="right").ravel()
 
-    def add(self, value: Value, amount: float) -> None:
-        if value.free or not value.uses:
-            return
-        self.row[np.searchsorted(self.places, value.maker, side="right")] += amount
-        self.row[np.searchsorted(self.places, value.uses[-1], side="right")] -= amount
-
-    def total(self) -> Row:
-        found = np.cumsum(self.row)[:-1].clip(min=0.0)
+    def row(self, amounts: Sequence[float]) -> Row:
+        """The sum, at each cut, of the amounts of all values that cross it."""
+        amount = np.fromiter(compress(amounts, self.crosses), dtype=float)
+        steps = np.stack([amount, -amount], axis=1).ravel()
+        row = np.bincount(self.ends, weights=steps, minlength=self.size + 1)
+        found: Row = np.cumsum(row)[:-1].clip(min=0.0)
         found[-1] = 0.0  # but for rounding
         return found
 

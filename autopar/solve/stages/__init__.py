@@ -4,6 +4,7 @@ step               an assignment as a whole training step
 cut_costs          what cuts cost, in tables over pairs of places
 memory_levels      the same with less memory for more seconds
 cut_search         the best cut
+order_tables       the same tables on ranks in other orders
 rank_bounds        lower bounds on the seconds of cuts
 joint_bound        a lower bound over all assignments and cuts
 local_search       neighbouring assignments, each cut into stages

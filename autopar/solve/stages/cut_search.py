@@ -31,6 +31,7 @@ from autopar.cost.interval_table import Table
 from autopar.cost.program.recompute import Shares
 from autopar.cost.stages.intervals import Intervals
 from autopar.errors import InfeasibleError, InputError
+from autopar.solve.program.solution import check_cutoff
 from autopar.solve.stages.cut_costs import CutProblem, Path, Paths, bottleneck
 from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
@@ -108,23 +109,26 @@ def cuts(
     cap: int | None = None,
     known: Sequence[int] | None = None,
     free: Sequence[ScheduledCut] = (),
+    limit: float = math.inf,
 ) -> list[ScheduledCut]:
     """The best cut under each of the schedules but for those that can't beat another, by their lower bounds.
 
     `tables` are the levels between which stages choose; ranks part their memory by the first. The search also
     begins where a `known` cut starts its stages, if one is given; those of the best cuts without a cap,
     `free`, that meet it are not sought anew. Raises the InfeasibleError that asks for least if no schedule
-    meets the cap.
+    meets the cap, CutoffError if by their bounds all take `limit` seconds or more.
     """
-    limit = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
+    hopeless = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
     fits = [each for each in free if cap is None or each[0].over(cap) <= 0]
-    found = [each for each in fits if each[0].seconds <= limit]
+    found = [each for each in fits if each[0].seconds <= hopeless]
     done = {schedule.kind for _, schedule in found}
     problems = [CutProblem(tables, schedule, cap) for schedule in schedules if schedule.kind not in done]
     failures: list[InfeasibleError] = []
+    if problems and not found:
+        check_cutoff(min(problem.bound for problem in problems), limit)
     for problem in sorted(problems, key=lambda problem: problem.bound):
         fastest = min((each.seconds for each, _ in found), default=math.inf)
-        if found and problem.bound >= fastest:
+        if found and problem.bound >= min(fastest, limit):
             break
         try:
             found.append((_CutSearch(problem, known).solve(cutoff=fastest), problem.schedule))

@@ -38,6 +38,7 @@ from autopar.solve.stages.cut_search import (
 )
 from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
+from autopar.solve.stages.order_tables import OrderTables
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
@@ -137,6 +138,7 @@ def staged(
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
     limit: float = math.inf,
+    tables: OrderTables | None = None,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
     of `places`, which begin with 0 and end with the number of operators, if they are given; `known` starts
@@ -146,9 +148,11 @@ def staged(
     was found with memory to spare. Where parts may be recomputed so that it fits, or tensors moved,
     stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, CutoffError if even
     without a cap neither this assignment nor another takes less than `cutoff` seconds, nor this one than
-    `limit`: as it is cut here without a cap, or by its bound under the cap.
+    `limit`: as it is cut here without a cap, or by its bound under the cap. `tables` know the assignment on
+    the devices of other ranks.
     """
     priced, graph = solution.priced, solution.priced.graph
+    tables = tables or OrderTables(hop)
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
     elif places is None:
@@ -156,20 +160,20 @@ def staged(
     if starts is None:
         apart = inseparable(graph)
         places = tuple(place for place in places if place not in apart)
-    table = intervals(priced, hop, places=places)
+    table = tables.at(priced, places)
     if starts is not None:
         schedule = schedules[0]
         found = cut_at(table, schedule, starts)
         free = found.seconds
         priced, found = _parted([priced], hop, schedule, None, found)
     else:
-        uncapped = cuts([table], schedules, cap=None, known=known)
+        uncapped = cuts([table], schedules, cap=None, known=known, limit=limit)
         found, schedule = best(uncapped)
         free = found.seconds
         check_cutoff(found.bound * share_of(solution, relaxed), cutoff)
         check_cutoff(free, limit)
         if cap is not None and found.over(cap) > 0:
-            lean = _Lean(priced, hop, cap, table, uncapped, known, recompute, offload)
+            lean = _Lean(priced, tables, cap, table, uncapped, known, recompute, offload)
             priced, found, schedule = lean.fastest(schedules, bound=found.bound, limit=limit)
         else:
             priced, found = _parted([priced], hop, schedule, cap, found, table.places)
@@ -194,7 +198,7 @@ class _Lean:
     cuts without the cap."""
 
     priced: PricedProgram
-    hop: LinkLike
+    tables: OrderTables
     cap: int
     table: Intervals
     free: Sequence[ScheduledCut]
@@ -255,9 +259,9 @@ class _Lean:
     def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
         """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay
         finds more than the tables do, it is sought anew under a cap that is lower by as much."""
-        hop, places = self.hop, self.table.places
+        hop, places = self.tables.hop, self.table.places
         programs = levels(self.priced, recompute=self.recompute, offloads=way.offloads)
-        lean = [intervals(each, hop, places=places) for each in programs[1:]]
+        lean = [self.tables.at(each, places) for each in programs[1:]]
         cap = self.cap
         for left in reversed(range(CAP_TRIES)):
             cut, schedule = best(self.cuts([self.table, *lean], way, cap))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.device_groups import DeviceGroup, GroupLink
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
@@ -25,6 +26,8 @@ from tests.solve.brute_force import GRAPHS, chain
 CLUSTER = ClusterSpec(devices_per_node=4, device="v100", intra=Link(1e-6, 1e11))
 CPUS = ClusterSpec(devices_per_node=4)
 MESHES = (Mesh((4,)), Mesh((2, 2)), Mesh((1, 4)))
+KINDS = [DeviceGroup(kind, kind, devices_per_node=2) for kind in ("v100", "h100")]
+UNLIKE = ClusterSpec.of_groups(KINDS, [GroupLink(("v100", "h100"), Link(1e-6, 1e11), same_node=True)])
 
 
 def prices_of(graph: Graph, mesh: Mesh, cluster: ClusterSpec = CPUS) -> Prices:
@@ -60,6 +63,28 @@ def test_meshes_share_what_local_calls_cost(monkeypatch: pytest.MonkeyPatch) -> 
                 prices.operator(item, strategy)
         counts.append(len(priced))
     assert counts[0] < counts[1] == counts[2]
+
+
+def test_meshes_share_what_local_calls_cost_on_each_kind_of_unlike_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What other meshes have taught is what pricing anew gives, and mostly needs no pricing."""
+    graph, work, counts = chain(), Prices._work, list[int]()
+    for mesh in MESHES:
+        learned, fresh = (prices_of(graph, mesh, UNLIKE) for _ in range(2))
+        worked = list[object]()
+        monkeypatch.setattr(Prices, "_work", lambda *args, _to=worked: _to.append(args) or work(*args))
+        found = [
+            [learned.operator(item, each) for each in strategies_of(item, learned.dims)]
+            for item in graph.operators
+        ]
+        counts.append(len(worked))
+        for item, prices in zip(graph.operators, found, strict=True):
+            for strategy, price in zip(strategies_of(item, fresh.dims), prices, strict=True):
+                for each in (fresh, *fresh.by_group.values()):
+                    each._known = PriceCache()
+                assert price == fresh.operator(item, strategy), (mesh, item.name, strategy)
+    assert counts[1] < 2 * counts[0] and counts[2] < counts[0] / 2
 
 
 def nets() -> Graph:
