@@ -32,6 +32,7 @@ Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize(
     "plan, gathering",
     [
@@ -44,8 +45,10 @@ CPU = torch.device("cpu")
         ("micro-batches", Gathering.KEEP),
     ],
 )
-def test_training_equals_serial_training(plan: str, gathering: Gathering | None, pools: Pools) -> None:
-    pools(Mesh(PLANS[plan][0]).num_devices).run(partial(train, on_host=True), plan, gathering)
+def test_training_equals_serial_training(
+    plan: str, gathering: Gathering | None, ahead: bool, pools: Pools
+) -> None:
+    pools(Mesh(PLANS[plan][0]).num_devices).run(partial(train, on_host=True, ahead=ahead), plan, gathering)
 
 
 WIDTH = 64
@@ -65,10 +68,13 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def peaks(shape: tuple[int, ...], gathering: Gathering | None, *, recompute: bool) -> tuple[float, float]:
+def peaks(
+    shape: tuple[int, ...], gathering: Gathering | None, *, recompute: bool, ahead: bool
+) -> tuple[float, float]:
     """The most that steps with AdamW hold on this rank's device, predicted and measured, in matrices."""
     torch.manual_seed(0)
-    compiler = forced_compiler(Mesh(shape), ["batch"], gathering=gathering, recompute=recompute, on_host=True)
+    remedies = {"gathering": gathering, "recompute": recompute, "on_host": True, "ahead": ahead}
+    compiler = forced_compiler(Mesh(shape), ["batch"], **remedies)
     ours = ParallelModule(Deep(10).double(), compiler, describe=describe, device=CPU)
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     ours.prepare(x)
@@ -87,16 +93,18 @@ def peaks(shape: tuple[int, ...], gathering: Gathering | None, *, recompute: boo
     return predicted.nbytes / LAYER, peak_bytes(steps, [x], CPU) / LAYER
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize(
     "shape, gathering, recompute",
     [((1,), None, False), ((2,), Gathering.REGATHER, False), ((2,), None, True)],
 )
 def test_the_predicted_peak_is_the_measured_one(
-    shape: tuple[int, ...], gathering: Gathering | None, recompute: bool, pools: Pools
+    shape: tuple[int, ...], gathering: Gathering | None, recompute: bool, ahead: bool, pools: Pools
 ) -> None:
-    for predicted, measured in pools(shape[0]).run(partial(peaks, recompute=recompute), shape, gathering):
+    run = partial(peaks, recompute=recompute, ahead=ahead)
+    for predicted, measured in pools(shape[0]).run(run, shape, gathering):
         assert predicted == pytest.approx(measured, abs=0.01)
-        assert recompute or measured < 3  # of the 40 matrices of state
+        assert recompute or 1 < measured - 2 * ahead < 3  # of the 40 matrices of state
 
 
 # -- by options, as users say it ------------------------------------------------------------------
