@@ -37,7 +37,7 @@ from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.group_orders import orders_of, pace_of
 from autopar.planning.known_cuts import KnownCuts
-from autopar.planning.out_of_core import check_room, out_of_core
+from autopar.planning.out_of_core import before_hiding, check_room, coming_ahead, most_hidden, out_of_core
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
@@ -574,7 +574,8 @@ class MeshProblem:
             found = assign(prices)
             if self.request.on_host is None:
                 check_room(found.priced)
-            return found
+            bound = found.bound - most_hidden(prices, found.bound)
+            return dataclasses.replace(coming_ahead(found, ask.cap), bound=bound)
         complete = partial(completed, cap=ask.cap, recompute=ask.recompute, offload=self.offload)
         return out_of_core(assign, prices, ask.cap, complete)
 
@@ -589,6 +590,7 @@ class MeshProblem:
             priced = first.priced.at(prices)
             first = dataclasses.replace(first, priced=priced, seconds=priced.seconds)
         known = cutoff if first is None else min(cutoff, first.seconds)
+        cutoff, known = before_hiding(prices, cutoff), before_hiding(prices, known)
         try:
             found = choose_named(
                 self.graph,

@@ -20,7 +20,7 @@ from autopar.cost.program.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class Read:
     """A call whose backward reads a weight: the root that it saved, and that which comes for it."""
 
     call: int
@@ -28,17 +28,46 @@ class _Read:
     comes: int
 
 
+def ahead_groups(tape: Tape, program: Program) -> dict[int, list[int]]:
+    """The calls that fetch weights ahead, by the operator that is the first to take them."""
+    recomputed, groups = _recomputed(program), dict[int, list[int]]()
+    for call, name in tape.fetches.items():
+        place = tape.calls[call].place
+        if name in program.ahead and place not in recomputed:
+            groups.setdefault(place, []).append(call)
+    return groups
+
+
+def reads_after(tape: Tape, program: Program) -> Mapping[int, Read]:
+    """By call, what backward reads next after it, of weights that come ahead."""
+    calls, recomputed = (
+        itertools.chain.from_iterable(ahead_groups(tape, program).values()),
+        _recomputed(program),
+    )
+    ahead = {item.value for call in calls for item in tape.calls[call].memory.gives}
+    reads = [
+        Read(number, root, tape.fetched.get(root, root))
+        for number, call in reversed(list(enumerate(tape.calls)))
+        if call.place not in recomputed
+        for root in sorted(call.memory.saves & tape.gathered, reverse=True)
+    ]
+    return {
+        one.call: after
+        for one, after in pairwise(reads)
+        if one.call != after.call and after.comes in ahead and after.root not in tape.together
+    }
+
+
+def _recomputed(program: Program) -> set[int]:
+    return {place for first, stop in program.recompute for place in range(first, stop)}
+
+
 class FetchesAhead:
     """The fetches of a program that begin early, and what of them is on the device before it is needed."""
 
     def __init__(self, heap: Heap, tape: Tape, program: Program) -> None:
         self.heap, self.tape = heap, tape
-        recomputed = {place for first, stop in program.recompute for place in range(first, stop)}
-        groups: dict[int, list[int]] = {}
-        for call, name in tape.fetches.items():
-            place = tape.calls[call].place
-            if name in program.ahead and place not in recomputed:
-                groups.setdefault(place, []).append(call)
+        groups = ahead_groups(tape, program)
         self.group_of = {call: place for place, calls in groups.items() for call in calls}
         self.begins: dict[int, tuple[int, ...]] = dict.fromkeys(self.group_of, ())  # calls, by the one before
         self.before: dict[
@@ -50,24 +79,9 @@ class FetchesAhead:
         for (_, calls), (place, late) in pairwise(groups.items()):
             self.begins[calls[-1]] = (*self.begins[calls[-1]], *late)
             self.before[calls[-1]] = (place,)
-        self.reads = self._reads(recomputed)
-        self.coming: _Read | None = None
+        self.reads = reads_after(tape, program)
+        self.coming: Read | None = None
         self.leaving: dict[int, list[Hashable]] = {}
-
-    def _reads(self, recomputed: set[int]) -> Mapping[int, _Read]:
-        """By call, what backward reads next after it."""
-        ahead = {item.value for call in self.group_of for item in self.tape.calls[call].memory.gives}
-        reads = [
-            _Read(number, root, self.tape.fetched.get(root, root))
-            for number, call in reversed(list(enumerate(self.tape.calls)))
-            if call.place not in recomputed
-            for root in sorted(call.memory.saves & self.tape.gathered, reverse=True)
-        ]
-        return {
-            one.call: after
-            for one, after in pairwise(reads)
-            if one.call != after.call and after.comes in ahead and after.root not in self.tape.together
-        }
 
     def __contains__(self, call: int) -> bool:
         return call in self.group_of

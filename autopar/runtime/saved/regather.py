@@ -151,8 +151,8 @@ class _GatherSource:
             _check(self.source, self.version)
 
     def start(self, *, gathers: bool) -> Callable[[], Tensor] | None:
-        """Begin to `restore`, by one collective if `gathers` come ahead, or with a source that does; None where
-        that can't be."""
+        """Begin to `restore`, by one collective if `gathers` come ahead, or with a source that does; None
+        where that can't be."""
         source = self.source
         if isinstance(source, _GatherSource):
             begun = source.start(gathers=False)
@@ -362,6 +362,12 @@ def _find(notes: Notes, tensor: Tensor) -> _GatherSource | None:
 _Packed = Tensor | Anew | PackedTensor
 
 
+def _unbound(tensor: Tensor) -> Tensor:
+    """The tensor without what made it, which may be who saves it: the two would keep each other alive where
+    no backward comes. Autograd binds it again."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 @dataclass(frozen=True, slots=True)
 class _Packing:
     """Hooks on the tensors that autograd saves."""
@@ -374,7 +380,7 @@ class _Packing:
         found = anew(tensor)
         if found is not None and self.early is not None:
             found = self.early.pack(found)
-        saved: _Packed = found or (self.moving.pack(tensor) if self.moving is not None else tensor)
+        saved: _Packed = found or (self.moving.pack(tensor) if self.moving is not None else _unbound(tensor))
         return saved if self.between is None else Box(saved)
 
     def unpack(self, found: _Packed | Box[_Packed]) -> Tensor:
