@@ -78,20 +78,23 @@ def _most_ahead(prices: Prices) -> float:
 
 
 def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | None:
-    """The fastest of solutions with the largest weights of `found` on the host, or all of its; None if those
-    find no room there."""
+    """The fastest of solutions with the largest weights of `found` on the host, or all of its: about as few as
+    fit, and as few as do so if all of them come ahead. None if those find no room there."""
     inputs, prices = found.program.inputs, found.priced.prices
     names = sorted(found.program.on_host, key=lambda name: -prices.owned_bytes(name, inputs[name]))
     if not has_room(found.priced, names):
         return None
-    best, low, high = found, 0, len(names)
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = coming_ahead(complete(found.priced.hosting(names[:middle])), cap)
-        if trial.peak.nbytes <= cap:
-            high, best = middle, min(best, trial, key=lambda each: each.seconds)
-        else:
-            low = middle
+    best, few = found, 0
+    for all_ahead in (False, True):
+        low, high = few, len(names)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = coming_ahead(complete(found.priced.hosting(names[:middle])), cap)
+            if trial.peak.nbytes <= cap:
+                best = min(best, trial, key=lambda each: each.seconds)
+            fits = trial.peak.nbytes <= cap and not (all_ahead and len(trial.program.ahead) < middle)
+            low, high = (low, middle) if fits else (middle, high)
+        few = low
     return best
 
 

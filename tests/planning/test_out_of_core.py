@@ -118,9 +118,10 @@ def test_a_weight_is_fetched_for_each_call_that_reads_it_and_its_gradient_comes_
 
 
 def test_weights_come_ahead_as_far_as_the_cap_has_room_and_at_no_loss() -> None:
-    found = plan(2 * STATE, offload="state")
+    words = {"offload": "state", "recompute": "none"}
+    found = plan(2 * STATE, **words)
     assert set(found.program.ahead) == set(found.program.on_host)
-    tight = plan(found.peak_bytes - 1, offload="state")
+    tight = plan(found.peak_bytes - 1, **words)
     assert len(tight.program.ahead) < LAYERS and tight.peak_bytes < found.peak_bytes
     assert tight.offload_seconds > found.offload_seconds and tight.step_seconds > found.step_seconds
     for each in (found, tight):
