@@ -78,8 +78,8 @@ def _most_ahead(prices: Prices) -> float:
 
 
 def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | None:
-    """The fastest of solutions with the largest weights of `found` on the host, or all of its: about as few as
-    fit, and as few as do so if all of them come ahead. None if those find no room there."""
+    """The fastest of solutions with the largest weights of `found` on the host, or all of its: about as few
+    as fit, and as few as do so if all of them come ahead. None if those find no room there."""
     inputs, prices = found.program.inputs, found.priced.prices
     names = sorted(found.program.on_host, key=lambda name: -prices.owned_bytes(name, inputs[name]))
     if not has_room(found.priced, names):
