@@ -70,7 +70,7 @@ def overlap(
 def started_early(
     graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], halved: Mapping[Any, str]
 ) -> fx.Graph:
-    """A copy of `graph` in which each group starts when the one before has come, and the first where it is.
+    """A copy of `graph` whose groups start when the one before has come, the first where it is.
 
     `halved` are the names of operators that come in halves.
     """

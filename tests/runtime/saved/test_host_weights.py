@@ -30,7 +30,7 @@ from autopar.sharding.strategies import find_atoms
 from autopar.torch_seams.modes import TorchDispatchMode
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ROUGH, forced_compiler
-from tests.runtime.saved.test_regather import PLANS, gap, train
+from tests.runtime.saved.test_regather import PLANS, batch, gap, make_net, train
 from tests.whole_tensors import full_of
 
 Pools = Callable[[int], Pool]
@@ -56,6 +56,37 @@ def test_training_equals_serial_training(
     pools(Mesh(PLANS[plan][0]).num_devices).run(partial(train, on_host=True, ahead=ahead), plan, gathering)
 
 
+def train_by_adam(ranks: int, gathering: Gathering | None) -> None:
+    """On a worker: steps of AdamW by copies that come ahead, a state dict taken and loaded between them, and
+    an evaluation."""
+    words = {"gathering": gathering, "on_host": True, "ahead": True}
+    compiler = forced_compiler(Mesh((ranks,)), ["batch"], **words)
+    serial, ours = make_net(), ParallelModule(make_net(), compiler, describe=describe, device=CPU)
+    ours.prepare(*batch())
+    sides = [(model, torch.optim.AdamW(model.parameters(), 0.01)) for model in (serial, ours)]
+    for number in range(4):
+        losses = []
+        for model, optimizer in sides:
+            optimizer.zero_grad()
+            losses.append(model(*batch(number)))
+            losses[-1].backward()
+            optimizer.step()
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+        assert gap(losses[1], losses[0]) < EXACT
+    for one, other in zip(serial.parameters(), ours.parameters(), strict=True):
+        assert gap(other, one) < EXACT
+    with torch.no_grad():
+        assert gap(ours(*batch()), serial(*batch())) < EXACT
+
+
+@pytest.mark.parametrize("ranks, gathering", [(1, None), (2, None), (2, Gathering.REGATHER)])
+def test_adam_on_the_host_equals_the_serial_one(
+    ranks: int, gathering: Gathering | None, pools: Pools
+) -> None:
+    pools(ranks).run(train_by_adam, ranks, gathering)
+
+
+EXACT = 1e-9
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 8  # bytes of a matrix in float64
 
@@ -117,7 +148,6 @@ def test_the_predicted_peak_is_the_measured_one(
 LAYERS = 30
 STATE = 4 * LAYERS * LAYER  # weights, gradients and what AdamW keeps
 STEPS = 4 * LAYERS  # bytes of its counts of steps
-EXACT = 1e-9
 
 
 def train_out_of_core(folder: Path) -> None:
