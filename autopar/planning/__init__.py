@@ -7,6 +7,11 @@ meshes            which meshes a plan may have
 unlike_meshes     the plan of stages whose meshes are asked for one by one
 shares            rows for unlike devices, by their speeds
 mesh_search       the best step on one mesh
+assignment_problem   the best assignment on one mesh, whatever is asked of the step
+whole_step        the best step without stages on one mesh
+staged_step       the best step with stages on one mesh
+refined_step      a step whose stages turn to assignments of their own
+refusals          what no mesh has a plan for, said before it is solved
 out_of_core       which weights lie in the host's memory, where nothing else meets a cap
 losses            whether losses run in pieces of rows
 group_orders      which groups of unlike devices hold which stages

@@ -44,10 +44,10 @@ from autopar.planning.graphs.fitting import as_planned
 from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.losses import find_form, other_form, search_form
-from autopar.planning.mesh_search import FAR
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
 from autopar.planning.router_loads import with_router_loads
 from autopar.planning.search import MeshDecision, beside, decide, decide_first, finish
+from autopar.planning.staged_step import FAR
 from autopar.planning.training_notes import weight_notes
 from autopar.planning.unlike_meshes import find_by_groups, find_unlike
 from autopar.results.plan.plan import Plan

@@ -28,7 +28,7 @@ from autopar.planning.group_orders import hosts_of, rank_notes
 from autopar.planning.links import described, link_notes
 from autopar.planning.shares import pace_notes
 from autopar.planning.step_parts import step_parts
-from autopar.planning.training_notes import host_notes, overlap_notes, training_notes
+from autopar.planning.training_notes import host_notes, loss_notes, overlap_notes, training_notes
 from autopar.results.plan.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.sharding.needed_rows import AT_RUN_TIME
@@ -254,7 +254,11 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
         return ("the stages run one after the other; bytes are those of all of them together",)
     if request.training:
         counted = (*training_notes(graph), *checkpoint_notes(graph, step, request.recompute))
-    counted = (*counted, *host_notes(step, len(graph.operators), request.micro_batches))
+    counted = (
+        *counted,
+        *loss_notes(graph, request),
+        *host_notes(step, len(graph.operators), request.micro_batches),
+    )
     counted = (*counted, *overlap_notes(step, request))
     if step.cut is None:
         return counted

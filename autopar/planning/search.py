@@ -31,11 +31,13 @@ from autopar.planning.asked.request import Request
 from autopar.planning.first_plans import WholeBatch, first_of, first_on_one_axis
 from autopar.planning.group_orders import unlike_blocks
 from autopar.planning.measured_first import PlanCalls, most_valuable
-from autopar.planning.mesh_search import SECONDS_TOLERANCE, MeshProblem, proved, stageable
+from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.meshes import meshes_of
+from autopar.planning.refusals import stageable
 from autopar.planning.report import report
 from autopar.planning.shares import by_speed
 from autopar.planning.strategies_beside import one_device, strategies_beside, within_the_cap
+from autopar.planning.whole_step import SECONDS_TOLERANCE, proved
 from autopar.results.plan.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms

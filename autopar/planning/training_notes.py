@@ -13,6 +13,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.cost.program.early import could_hide
 from autopar.planning.asked.request import Request
 from autopar.solve.stages.step import Step
+from autopar.trace.forms.linear_loss import LINEAR_LOSS
 from autopar.units import show_seconds
 
 MUCH = 0.03  # of a step: less isn't worth a note
@@ -25,6 +26,15 @@ def training_notes(graph: Graph) -> Iterator[str]:
         yield "nothing to train: no parameter of the model that forward uses requires a gradient"
     elif graph.loss is not None and not graph.specs[graph.loss].requires_grad:
         yield "nothing to train: no parameter that learns reaches the loss"
+
+
+def loss_notes(graph: Graph, request: Request) -> Iterator[str]:
+    """A note where losses were to be in pieces, and none can be."""
+    if request.in_pieces and all(item.target is not LINEAR_LOSS for item in graph.operators):
+        yield (
+            "--loss-pieces all: no loss is in pieces; that takes a cross-entropy of what a linear layer "
+            "gives and nobody else reads"
+        )
 
 
 def overlap_notes(step: Step, request: Request) -> Iterator[str]:

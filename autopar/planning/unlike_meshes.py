@@ -41,7 +41,8 @@ from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.asked.ask import NO_MEANS, Limits, SearchMeans
 from autopar.planning.asked.option_values import with_axes
 from autopar.planning.asked.request import Request
-from autopar.planning.mesh_search import MeshProblem, stageable
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.refusals import stageable
 from autopar.planning.report import report
 from autopar.planning.step_parts import scaled, staged_parts
 from autopar.results.plan.plan import Plan

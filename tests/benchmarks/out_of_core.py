@@ -22,23 +22,11 @@ import autopar
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.runtime.launch.launch import run_function
 from autopar.units import show_bytes, show_seconds
+from tests.deep_net import Deep
 
 WIDTH, LAYERS, BATCH = 512, 48, 16
 STEPS = 10
 TIMES = 10  # the state in caps
-
-
-class Deep(nn.Module):
-    """Matrices beside which all else is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def stepping(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
@@ -64,7 +52,7 @@ def seconds_of(step: Callable[[], Tensor]) -> tuple[float, Tensor]:
 def main() -> None:
     """Train both models, and print what was predicted and measured."""
     torch.manual_seed(0)
-    serial = Deep().double()
+    serial = Deep(LAYERS, WIDTH).double()
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     state = 4 * sum(item.nbytes for item in serial.parameters())
     cap = state // TIMES

@@ -39,10 +39,10 @@ from tests.planning.weight_bytes import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.planning.planner.trace",),
-    "price": ("autopar.planning.mesh_search.build_space",),
+    "price": ("autopar.planning.assignment_problem.build_space",),
     "write": ("autopar.solve.program.problem.Problem.__init__",),
     "solve": ("autopar.solve.assignment.search.solve", "autopar.solve.assignment.symmetry.solve"),
-    "cut": ("autopar.planning.mesh_search.staged",),
+    "cut": ("autopar.planning.staged_step.staged",),
 }
 REST = "rest"
 INTRA, INTER = Link(2e-6, 450e9), Link(5e-6, 50e9)

@@ -62,7 +62,7 @@ def by_name(found: Comparison) -> dict[str, Row]:
 
 @pytest.mark.slow
 def test_rows_are_the_plan_and_its_alternatives() -> None:
-    rows = by_name(compared.__wrapped__(NET, TWO))  # by what is measured now: other tests may have added to it
+    rows = by_name(compared.__wrapped__(NET, TWO))  # by the measurements of this moment, as the plan is
     target = load_target(NET)
     plan = autopar.plan(target.model, TWO, target.args, loss_fn=target.loss_fn, measure=False)
     strategies = [item for item in plan.alternatives if item.name in ORDER]
@@ -87,6 +87,7 @@ def test_limits_on_devices_are_those_of_the_shortest_layer() -> None:
     assert (limits["batch+filter"], limits["batch+domain"]) == (6 * 4, 6 * 36)
 
 
+@pytest.mark.slow
 def test_mixtures_have_a_kind_for_each_axis_and_pipelines_a_stage_for_each_device() -> None:
     rows = by_name(compared(NET, FOUR))
     assert all(row.feasible for row in rows.values())

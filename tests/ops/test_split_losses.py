@@ -126,14 +126,23 @@ def splitting(pins: Pins, name: str) -> list[int]:
     return sorted({axis for key, way in pins.items() if name in key for axis, each in enumerate(way) if each})
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_over_a_split_sequence_is_serial(loss: Loss, ranks: int) -> None:
     pins, report = proved(loss, Mesh((ranks,)), (DOMAIN,))
     assert report.passed and splitting(pins, "softmax" if loss is of_picked_words else "entropy"), report
 
 
-@pytest.mark.parametrize("kinds", [(DOMAIN, MODEL), (BATCH, DOMAIN), (DOMAIN, DOMAIN)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (DOMAIN, MODEL),
+        pytest.param((BATCH, DOMAIN), marks=pytest.mark.slow),
+        pytest.param((DOMAIN, DOMAIN), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_sequence_and_vocabulary_are_split_at_once(loss: Loss, kinds: tuple[Parallelism, ...]) -> None:
     pins, report = proved(loss, Mesh((2, 2)), kinds)

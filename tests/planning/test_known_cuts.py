@@ -10,7 +10,7 @@ import pytest
 from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError
-from autopar.planning import mesh_search
+from autopar.planning import staged_step
 from autopar.planning.asked.request import Request
 from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.search import decide
@@ -23,13 +23,13 @@ from tests.planning.test_pipeline_search import CLUSTER, graph_of
 def test_a_placement_is_cut_once_whatever_prices_of_memory_lead_to_it(
     monkeypatch: pytest.MonkeyPatch, memory: int, feasible: bool
 ) -> None:
-    staged, cut = mesh_search.staged, list[Program]()
+    staged, cut = staged_step.staged, list[Program]()
 
     def counted(solution: Solution, **options: Any) -> Step:
         cut.append(solution.program)
         return staged(solution, **options)
 
-    monkeypatch.setattr(mesh_search, "staged", counted)
+    monkeypatch.setattr(staged_step, "staged", counted)
     asked = Request(
         measure=False, alternatives=False, mesh=Mesh((1,)), pipeline_ranks=4, micro_batches=8, memory=memory
     )

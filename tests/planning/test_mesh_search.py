@@ -229,7 +229,7 @@ def test_no_placement_and_no_cut_beats_the_bound_under_any_of_several_schedules(
 
 def test_a_plan_that_another_beats_has_a_bound_that_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing near the fastest placement is looked at, one that can be cut more evenly is missed."""
-    monkeypatch.setattr("autopar.planning.mesh_search.is_worthwhile", lambda *args, **how: False)
+    monkeypatch.setattr("autopar.planning.staged_step.is_worthwhile", lambda *args, **how: False)
     problem, programs = small_problem(9, (ScheduleKind.ONE_F_ONE_B,))
     found, best = problem.plan(problem.ask()), fastest(problem, programs)
     assert found.seconds > 1.01 * best

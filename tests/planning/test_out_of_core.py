@@ -19,6 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.results.plan.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from tests.deep_net import Deep
 from tests.forced_programs import force_kinds, traced
 from tests.runtime.forced_compiler import ROUGH
 
@@ -27,19 +28,6 @@ LAYER = WIDTH * WIDTH * 4  # bytes of a matrix in float32
 STATE = 4 * LAYERS * LAYER  # weights, gradients and what Adam keeps
 CAP = STATE // 4
 UNIT = Link(bandwidth=1.0, latency=1.0)  # 1 byte/s, after 1 s
-
-
-class Deep(nn.Module):
-    """Matrices beside which all else is small; the first reads an input without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def cluster(**other: Any) -> ClusterSpec:
@@ -51,7 +39,7 @@ def plan(memory: int, *, room: int | None = None, **options: Any) -> Plan:
     host = Link(bandwidth=25e9, latency=1e-5)
     where = cluster(host=host, host_memory=room)
     words = {"memory": memory, "measure": False, "stages": 1, "micro_batches": 1} | options
-    return autopar.plan(Deep(), where, (torch.randn(8, WIDTH),), **words)
+    return autopar.plan(Deep(LAYERS), where, (torch.randn(8, WIDTH),), **words)
 
 
 def test_a_cap_that_nothing_else_meets_sends_weights_to_the_host() -> None:
@@ -83,7 +71,7 @@ def test_without_a_host_that_has_room_there_is_no_plan(options: dict[str, Any]) 
 def test_cpus_without_a_plan_are_told_of_weights_on_the_host() -> None:
     with pytest.raises(InfeasibleError, match=r"host's memory \(--offload state\), which would need"):
         autopar.plan(
-            Deep(), ClusterSpec.local(1), (torch.randn(8, WIDTH),), memory=CAP, measure=False, stages=1
+            Deep(LAYERS), ClusterSpec.local(1), (torch.randn(8, WIDTH),), memory=CAP, measure=False, stages=1
         )
 
 
@@ -104,7 +92,7 @@ def test_all_of_the_state_goes_there_if_it_is_asked_for() -> None:
 
 
 def test_a_weight_is_fetched_for_each_call_that_reads_it_and_its_gradient_comes_back() -> None:
-    graph, _ = traced(Deep(), torch.randn(8, WIDTH))
+    graph, _ = traced(Deep(LAYERS), torch.randn(8, WIDTH))
     dims = Dims(graph, find_atoms(graph), Mesh((1,)))
     names = [item.name for item in graph.inputs if item.spec.requires_grad]
     plain = Prices(graph, dims, cluster(host=UNIT), ROUGH)
@@ -132,7 +120,7 @@ def test_weights_come_ahead_as_far_as_the_cap_has_room_and_at_no_loss() -> None:
 
 def test_on_cpus_no_weight_comes_ahead() -> None:
     found = autopar.plan(
-        Deep(), ClusterSpec.local(1), (torch.randn(8, WIDTH),), measure=False, offload="state"
+        Deep(LAYERS), ClusterSpec.local(1), (torch.randn(8, WIDTH),), measure=False, offload="state"
     )
     assert found.program.on_host and not found.program.ahead
 

@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.collectives.local_sockets import SocketTransfer, Wires, connect
+from autopar.runtime.collectives.local_sockets import PeerError, SocketTransfer, Wires, connect
 
 FIRST_MEETINGS = 100  # meetings, all of which are held
 STEP_SECONDS = 0.02  # of a step to which what a meeting costs is compared
 MOST_MEETING_SHARE = 0.005  # of such a step that meetings may take
 RAREST = 64  # at least one of so many is held
-_LENGTH_BYTES = 8
+_DIGEST, _LENGTH = b"\0", b"\1"  # what a message of 7 bytes more is
+_NUMBER_BYTES = 7
 _COST_UNIT = 1e-6  # seconds
 
 
@@ -68,7 +69,7 @@ class Meetings:
     def are_alike(self, digest: bytes) -> bool:
         """Whether all ranks have the same digest, of 7 bytes; collective."""
         if self.wires is not None:
-            return len(set(self._gather(digest))) == 1
+            return len(set(self._gather(_DIGEST + digest))) == 1
         begin = time.perf_counter()
         number, cost = int.from_bytes(digest), 0 if math.isinf(self._cost) else self._cost
         extremes = torch.tensor([number, -number, math.ceil(cost / _COST_UNIT)])
@@ -86,8 +87,8 @@ class Meetings:
             dist.all_gather_object(told, mine, group=self.group)
             return told
         text = pickle.dumps(mine)
-        lengths = self._gather(len(text).to_bytes(_LENGTH_BYTES))
-        return [pickle.loads(each) for each in self._gather(text, [int.from_bytes(each) for each in lengths])]
+        lengths = [_length(each) for each in self._gather(_LENGTH + len(text).to_bytes(_NUMBER_BYTES))]
+        return [pickle.loads(each) for each in self._gather(text, lengths)]
 
     def _gather(self, mine: bytes, lengths: list[int] | None = None) -> list[bytes]:
         """The bytes of each rank, by sockets; as many as this rank's if nothing else is said."""
@@ -110,3 +111,15 @@ class Meetings:
         for peer in slots:
             exchange.send(peer)
         exchange.wait()
+
+
+def _length(message: bytes) -> int:
+    """The length that a rank tells; raises PeerError for what it says elsewhere."""
+    if message[:1] != _LENGTH:
+        raise PeerError(
+            where="ranks",
+            found="one that is at another call",
+            wanted="the same calls in the same order on all ranks",
+            remedy="let an error that a rank catches in a call end its process, so that the others are told",
+        )
+    return int.from_bytes(message[1:])

@@ -1,6 +1,6 @@
 """Programs that are written already: under other multipliers of what hides only their costs differ.
 
-    max over multipliers of   min over assignments of   costs under the multiplier        (mesh_search.py)
+    max over multipliers of   min over assignments of   costs under the multiplier        (whole_step.py)
 
 To write a program takes longer than to solve its relaxation. Rows, variables and moves of all these programs
 are the same, so each is written once, and is given other costs from then on.

@@ -39,7 +39,7 @@ def remedies(priced: PricedProgram, recompute: Recompute, offload: Offload) -> I
 
 
 def _may_lie_on_host(priced: PricedProgram, offload: Offload) -> bool:
-    """Whether weights could lie on the host, which nobody has tried: by a link, or in a part of a CPU's
+    """Whether weights could lie on the host, which nobody has tried: by a link, or in the part of a CPU's
     memory that stands for the host's."""
     cluster = priced.prices.cluster
     if priced.program.on_host:

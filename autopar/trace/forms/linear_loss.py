@@ -258,7 +258,8 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | N
             where=WHERE,
             found="create_graph=True, for a gradient of its gradient",
             wanted="first derivatives: its gradients are numbers that forward found",
-            remedy="call F.cross_entropy(F.linear(rows, weight), labels) where second derivatives are taken",
+            remedy="plan with --loss-pieces none, or call F.cross_entropy(F.linear(rows, weight), labels), "
+            "where second derivatives are taken",
         )
     *slopes, count = ctx.saved_tensors
     # Of no label that is kept all slopes are 0, and stay so beside a gradient that is no number.

@@ -172,7 +172,7 @@ class MaskRows:
         error = refused(
             node,
             f"{found} of what a mask keeps, which depends on values",
-            "sums, means and losses of it, or rows that are added by y[mask] += rows or index_add_",
+            "sums, means and losses of it, or rows given back by y[mask] = rows, += or index_add_",
             remedy,
         )
         asked = ValuesAskedError(**error.as_words())

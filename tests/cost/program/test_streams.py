@@ -15,14 +15,15 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.streams import AheadCopy, hidden, most_streamed
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from tests.deep_net import Deep
 from tests.forced_programs import force_kinds, traced
-from tests.planning.test_out_of_core import LAYER, LAYERS, WIDTH, Deep, cluster
+from tests.planning.test_out_of_core import LAYER, LAYERS, WIDTH, cluster
 from tests.runtime.forced_compiler import ROUGH
 
 
 def streaming(link: Link) -> PricedProgram:
     """The deep net, all of its weights ahead from a host at the end of a link."""
-    graph, _ = traced(Deep(), torch.randn(8, WIDTH))
+    graph, _ = traced(Deep(LAYERS), torch.randn(8, WIDTH))
     dims = Dims(graph, find_atoms(graph), Mesh((1,)))
     names = tuple(item.name for item in graph.inputs if item.spec.requires_grad)
     prices = Prices(graph, dims, cluster(host=link), ROUGH)

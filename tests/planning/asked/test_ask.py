@@ -13,6 +13,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.planning.asked.ask import Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.whole_step import WholeStep
 from autopar.solve.program.solution import CutoffError, Solution
 from tests.solve.brute_force import chain, random_prices
 
@@ -50,14 +51,14 @@ def test_nothing_is_sought_under_a_cap_where_no_plan_beats_the_cutoff_without(
     one, caps = problem(), list[int | None]()
     fastest = one.solve(one.ask())
 
-    def hidden(self: MeshProblem, ask: Ask, limits: Limits) -> tuple[list[Solution], float]:
+    def hidden(self: WholeStep, ask: Ask, limits: Limits) -> tuple[list[Solution], float]:
         caps.append(ask.cap)
         return [fastest], 2.0
 
     monkeypatch.setattr(Prices, "overlap", 0.5)
-    monkeypatch.setattr(MeshProblem, "hidden", hidden)
+    monkeypatch.setattr(WholeStep, "hidden", hidden)
     with pytest.raises(CutoffError):
-        one.whole(one.ask(cap=1), Limits(cutoff=2.0))
+        WholeStep(one).best(one.ask(cap=1), Limits(cutoff=2.0))
     assert caps == [None]
-    one.whole(one.ask(cap=1), Limits(cutoff=2.1))
+    WholeStep(one).best(one.ask(cap=1), Limits(cutoff=2.1))
     assert caps == [None, None, 1]

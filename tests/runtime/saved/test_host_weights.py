@@ -28,6 +28,7 @@ from autopar.runtime.saved import regather
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.torch_seams.modes import TorchDispatchMode
+from tests.deep_net import Deep
 from tests.pool import Pool
 from tests.runtime.forced_compiler import ROUGH, forced_compiler
 from tests.runtime.saved.test_regather import PLANS, batch, gap, make_net, train
@@ -89,19 +90,6 @@ def test_adam_on_the_host_equals_the_serial_one(
 EXACT = 1e-9
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 8  # bytes of a matrix in float64
-
-
-class Deep(nn.Module):
-    """Matrices beside which all else is small."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def peaks(

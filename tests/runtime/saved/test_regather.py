@@ -27,6 +27,7 @@ from autopar.runtime.collectives import groups, transport
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved import regather
+from tests.deep_net import Deep
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 from tests.whole_tensors import full_of
@@ -213,19 +214,6 @@ def test_weights_of_a_group_come_again_in_each_backward(pools: Pools) -> None:
 
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 8  # bytes of a full matrix in float64
-
-
-class Deep(nn.Module):
-    """Matrices beside which all else is small."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def _peak(layers: int, gathering: Gathering) -> float:

@@ -32,7 +32,11 @@ GPU = replace(DEVICE, kind="cuda")  # whose copies beside a collective cost noth
 TWO_NODES = ClusterSpec(nodes=2, devices_per_node=4, intra=Link(1e-6, 1e8), inter=Link(1e-5, 1e7))
 
 
-@pytest.mark.parametrize("cluster", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "cluster",
+    [ONE_NODE, pytest.param(TWO_NODES, marks=pytest.mark.slow)],
+    ids=["one node", "two nodes"],
+)
 @pytest.mark.parametrize("make", [chain, branches], ids=lambda make: make.__name__)
 def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     make: Callable[[], Graph], cluster: ClusterSpec

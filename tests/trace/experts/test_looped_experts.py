@@ -77,6 +77,41 @@ class AnyTurn(Loop):
         return made
 
 
+class WrittenBetween(Loop):
+    """`made[i] += rows`, in three steps, with a write in between."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places, turns = torch.where(chosen == number)
+            own = made[places] + expert(rows[places]) * shares[places, turns, None]
+            made.mul_(2)
+            made[places] = own
+        return made
+
+
+class Put(Loop):
+    """Each row has one expert, and what this makes of it is put in its place."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mask = chosen[:, 0] == number
+            made[mask] = expert(rows[mask]) * shares[mask, :1]
+        return made
+
+
+class PutOverRows(Loop):
+    """Where no expert of the loop is chosen first, a row stays as it is."""
+
+    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        made = rows.clone()
+        for number, expert in enumerate(self.experts[:2]):
+            mask = chosen[:, 0] == number
+            made[mask] = expert(rows[mask]) * shares[mask, :1]
+        return made
+
+
 class Residual(nn.Module):
     """Each layer's value is used twice, so paths double with every layer."""
 
@@ -122,19 +157,6 @@ def test_two_mixtures_are_two_chains() -> None:
     assert routed(nn.Sequential(Loop(), Loop())) == 2
 
 
-class WrittenBetween(Loop):
-    """`made[i] += rows`, in three steps, with a write in between."""
-
-    def looped(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        made = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            places, turns = torch.where(chosen == number)
-            own = made[places] + expert(rows[places]) * shares[places, turns, None]
-            made.mul_(2)
-            made[places] = own
-        return made
-
-
 class Asked(Loop):
     """Turns without rows are left out."""
 
@@ -148,9 +170,10 @@ class Asked(Loop):
         return made
 
 
-def test_rows_that_others_wrote_meanwhile_are_refused() -> None:
-    with pytest.raises(ValuesAskedError, match="index_put.* of what a mask keeps"):
-        trace(WrittenBetween(), (torch.randn(4, 3, WIDTH),))
+@pytest.mark.parametrize("split", [Parallelism.BATCH, Parallelism.EXPERTS])
+def test_rows_that_are_put_in_their_places_are_one_chain(split: Parallelism) -> None:
+    report = proved(Put, 2, split)
+    assert report.passed and routed(Net(Put())) == 1, report
 
 
 def test_a_branch_on_numbers_of_rows_is_refused_with_what_does_without() -> None:

@@ -141,3 +141,15 @@ def test_losses_in_pieces_are_the_serial_ones(
         cluster = ClusterSpec.local(mesh.num_devices * stages)
         report = check(target, cluster, asked, steps=2, processes=False, database=database)
     assert report.passed, report
+
+
+def test_a_plan_says_where_no_loss_can_be_in_pieces() -> None:
+    said = []
+    for loss in (padded_labels, capped):
+        model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS))
+        tokens, labels = tokens_and_labels()
+        made = autopar.plan(
+            model, ClusterSpec.local(2), (tokens, labels), loss_fn=loss, loss_pieces="all", measure=False
+        )
+        said.append(any("no loss is in pieces" in note for note in made.notes))
+    assert said == [False, True]

@@ -50,6 +50,19 @@ def _added(made: Tensor, mask: Tensor, h: Tensor) -> Tensor:
     return made
 
 
+def _put(made: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    made[mask] = h[mask].tanh()
+    return made
+
+
+def _by_class(h: Tensor, c: Tensor, *classes: int) -> Tensor:
+    """Rows of some classes, the later one's where they are the same."""
+    made = torch.zeros_like(h)
+    for number, each in enumerate(classes):
+        made[c == each] = h[c == each] * (number + 2)
+    return made
+
+
 STATIC: dict[str, Callable[..., Tensor]] = {
     "mean of differences": lambda net, h, y, m, c: (h - y)[m].square().mean(),
     "sum": lambda net, h, y, m, c: h[m].tanh().sum(),
@@ -90,6 +103,26 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     "added to rows of two dims": lambda net, h, y, m, c: (
         _added(y.view(4, 2, 4).clone(), m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
     ),
+    "put in place of rows": lambda net, h, y, m, c: (
+        _put(_put(y * h, m[:, 0], h), m[:, 1], h * net.gain).square().mean()
+    ),
+    "put in place of what is no number": lambda net, h, y, m, c: (
+        _put((y - 9).sqrt() * net.gain, torch.ones_like(c, dtype=torch.bool), h).square().mean()
+    ),
+    "put in place of rows of two dims": lambda net, h, y, m, c: (
+        _put(y.view(4, 2, 4) * net.gain, m.view(4, 2, 4)[..., 0], h.view(4, 2, 4)).square().mean()
+    ),
+    "put where one class is": lambda net, h, y, m, c: _by_class(h, c, 1, 2, 0).square().mean(),
+    "put twice where one class is": lambda net, h, y, m, c: _by_class(h, c, 1, 2, 1).square().mean(),
+    "put by the largest": lambda net, h, y, m, c: (
+        _put(y * net.gain, torch.where(h.topk(2, dim=1).indices == 1)[0], h).square().mean()
+    ),
+    "put into nothing": lambda net, h, y, m, c: (
+        _put(_put(torch.empty_like(h), m[:, 0], h), ~m[:, 0], h * net.gain).square().mean()
+    ),
+    "put into a view": lambda net, h, y, m, c: (made := h * net.gain, _put(made[:, 1:], m[:, 0], y[:, 1:]))[
+        0
+    ].sum(),
     "a logarithm of 0": lambda net, h, y, m, c: ((1 - h.sigmoid()[m[:, 0]]).log() * net.gain).mean(),
     "infinite at 1": lambda net, h, y, m, c: (h.tanh()[m[:, 0]].atanh() * net.gain).mean(),
     "rows of one number": lambda net, h, y, m, c: (
