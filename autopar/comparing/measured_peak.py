@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.collectives.started_fetches import begins_copy
+from autopar.runtime.collectives.started_moves import under_way
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved.offload import HostStorage
 from autopar.torch_seams import pytree
@@ -100,6 +102,8 @@ class StorageTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self._note(tensor)
+        if begins_copy(func):  # into memory that no operator gives before it is waited for
+            self._note(under_way(result).target)  # type: ignore[attr-defined]
         self.peak = max(self.peak, self.nbytes)
         return result
 

@@ -27,7 +27,8 @@ class Program:
     memory, in the order in which it needs them, the last one first; no part that is recomputed takes or makes
     one. `reduce` is what gradients of cast weights are summed in. `together` are groups of weights that one
     exchange gathers, at the first use of any, as another does their gradients; each has no move but that.
-    `on_host` are weights that lie in the host's memory, with their gradients and the optimizer's state.
+    `on_host` are weights that lie in the host's memory, with their gradients and the optimizer's state. Those
+    that come `ahead` are copied while the operator before computes, or in backward the one after.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class Program:
     reduce: Precision = Precision.FP32
     together: tuple[tuple[str, ...], ...] = ()
     on_host: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
 
     def gathering(self, name: str) -> Gathering:
         """Moment at which the weight is gathered."""

@@ -28,7 +28,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.planning.asked.ask import UNLIMITED, Ask, Limits
 from autopar.planning.asked.request import Request
 from autopar.planning.known_cuts import KnownCuts
-from autopar.planning.out_of_core import check_room, out_of_core
+from autopar.planning.out_of_core import before_hiding, check_room, coming_ahead, most_hidden, out_of_core
 from autopar.planning.refusals import check_force, stageable
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
@@ -176,7 +176,8 @@ class AssignmentProblem:
             found = assign(prices)
             if self.request.on_host is None:
                 check_room(found.priced)
-            return found
+            bound = found.bound - most_hidden(prices, found.bound)
+            return dataclasses.replace(coming_ahead(found, ask.cap), bound=bound)
         complete = partial(completed, cap=ask.cap, recompute=ask.recompute, offload=self.offload)
         return out_of_core(assign, prices, ask.cap, complete)
 
@@ -191,6 +192,7 @@ class AssignmentProblem:
             priced = first.priced.at(prices)
             first = dataclasses.replace(first, priced=priced, seconds=priced.seconds)
         known = cutoff if first is None else min(cutoff, first.seconds)
+        cutoff, known = before_hiding(prices, cutoff), before_hiding(prices, known)
         try:
             found = choose_named(
                 self.graph,

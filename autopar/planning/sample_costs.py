@@ -15,9 +15,9 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Shard
 from autopar.core.program import Program
 from autopar.cost.program.gathering import regathers
-from autopar.cost.program.offload import streamed
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.step import move_seconds
+from autopar.cost.program.streams import streamed
 
 
 def work_of(priced: PricedProgram) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from autopar.errors import CheckError, RuleError
 from autopar.runtime.collectives.grouped_moves import GROUPED, TOGETHER
 from autopar.runtime.collectives.placement_moves import SUMMED
+from autopar.runtime.collectives.started_fetches import FETCH_AHEAD
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import REGATHER
 from autopar.torch_seams.schemas import schema_of
@@ -360,6 +361,8 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "wait_p_to_b": _waited,
     "wait_r_to_b": _waited,
     "fetch_regather": _unchanged,  # the host's memory is any
+    START + FETCH_AHEAD: _unchanged,
+    WAIT + FETCH_AHEAD: _waited,
     "late_gradient": _unchanged,
     "late_linear": lambda ranks: [F.linear(*rank.values()) for rank in ranks],
     "late_convolution": lambda ranks: [torch.convolution(*rank.values()) for rank in ranks],

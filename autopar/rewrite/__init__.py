@@ -3,6 +3,7 @@
 build                   the passes, from traced graph and plan to executable
 rank_program            Graph and Program -> fx.Graph
 emit                    writes it call by call, and knows every local shape
+fetch_ahead             copies of weights from the host, started early
 overlap                 gathers of weights, started early
 hoist                   exchanges of activations, started early
 late_gradients          gradients of weights, beside sums of their input's gradients

@@ -64,6 +64,16 @@ def overlap(
 
     gathers = [node for node in graph.nodes if _leads(node, weights) and not stays(node)]
     groups = [group for group in _grouped(graph, gathers) if _bytes(group, weights) <= room]
+    return started_early(graph, groups, _HALVED)
+
+
+def started_early(
+    graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], halved: Mapping[Any, str]
+) -> fx.Graph:
+    """A copy of `graph` whose groups start when the one before has come, the first where it is.
+
+    `halved` are the names of operators that come in halves.
+    """
     place = {node: number for number, group in enumerate(groups) for node in group}
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
     started: dict[fx.Node, fx.Node] = {}
@@ -77,7 +87,7 @@ def overlap(
         for node in groups[number] if number < len(groups) else ():
             if node not in started:
                 args = fx.node.map_arg(node.args, copied)
-                begun = copy.call_function(registry.operator(START + _HALVED[node.target]), args)
+                begun = copy.call_function(registry.operator(START + halved[node.target]), args)
                 started[node] = copy.call_function(operator.getitem, (begun, 0)) if _is_group(node) else begun
 
     for node in graph.nodes:
@@ -88,7 +98,7 @@ def overlap(
         start(number)
         args = fx.node.map_arg(node.args, lambda old: made[old])
         args = ([started[node], *args[0]], *args[1:]) if _is_group(node) else (started[node], *args)
-        target: Any = registry.operator(WAIT + _HALVED[node.target])
+        target: Any = registry.operator(WAIT + halved[node.target])
         made[node] = copy.create_node("call_function", target, args, name=node.name)
         if node is groups[number][-1]:
             start(number + 1)

@@ -23,6 +23,7 @@ from autopar.core.precision import Precision
 from autopar.core.program import Program
 from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
+from autopar.rewrite.fetch_ahead import fetch_ahead
 from autopar.runtime.collectives.grouped_moves import TOGETHER
 from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
 from autopar.runtime.saved.host_weights import fetch_target
@@ -72,7 +73,10 @@ def rewrite(
     named: dict[str, tuple[tuple[str, Layout], ...]] = {}
     for key, node in writer.values.items():
         named[node.name] = (*named.get(node.name, ()), key)
-    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers, writer.steps, named)
+    written = writer.emitter.graph
+    if program.ahead:
+        written = fetch_ahead(written, program, writer.steps)
+    return RankProgram(rank, written, writer.emitter, writer.layers, writer.steps, named)
 
 
 class _RankWriter:

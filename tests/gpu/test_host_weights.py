@@ -13,6 +13,7 @@ from tests.gpu.test_training import parallel_of
 def test_weights_lie_in_pinned_memory_and_train_like_the_serial_model() -> None:
     model, batch = case()
     pair = [parallel_of(copy.deepcopy(model), batch, offload=word) for word in ("none", "state")]
+    assert pair[1].plan.program.ahead  # so that copies run beside what is computed
     optimizers = [torch.optim.AdamW(side.parameters(), 1e-3) for side in pair]
     for _ in range(3):
         losses = [side(*batch) for side in pair]

@@ -105,6 +105,26 @@ def test_a_weight_is_fetched_for_each_call_that_reads_it_and_its_gradient_comes_
     assert stream_seconds(plain, names[0], layout) == (0.0, 0.0)
 
 
+def test_weights_come_ahead_as_far_as_the_cap_has_room_and_at_no_loss() -> None:
+    words = {"offload": "state", "recompute": "none"}
+    found = plan(2 * STATE, **words)
+    assert set(found.program.ahead) == set(found.program.on_host)
+    tight = plan(found.peak_bytes - 1, **words)
+    assert len(tight.program.ahead) < LAYERS and tight.peak_bytes < found.peak_bytes
+    assert tight.offload_seconds > found.offload_seconds and tight.step_seconds > found.step_seconds
+    for each in (found, tight):
+        assert 0.0 <= each.gap < 1.0 and sum(each.parts.as_dict().values()) - each.parts.hidden == (
+            pytest.approx(each.step_seconds)
+        )
+
+
+def test_on_cpus_no_weight_comes_ahead() -> None:
+    found = autopar.plan(
+        Deep(LAYERS), ClusterSpec.local(1), (torch.randn(8, WIDTH),), measure=False, offload="state"
+    )
+    assert found.program.on_host and not found.program.ahead
+
+
 class Unread(nn.Module):
     """A head that forward doesn't call."""
 

@@ -61,6 +61,7 @@ class ForcedCompiler(compiler.Compiler):
     together: bool = False  # groups of weights are gathered at once
     offload: bool = False  # all that one stage makes and reads, but what backward reads first
     on_host: bool = False  # weights, their gradients and what the optimizer keeps
+    ahead: bool = False  # these are copied an operator ahead
     keeps: bool = False  # a plan for graphs that differ from its own in numbers alone, as the search's are
     graphs: list[Graph] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class ForcedCompiler(compiler.Compiler):
         )
         if self.on_host:
             weights = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-            program = replace(program, on_host=tuple(weights))
+            program = replace(program, on_host=tuple(weights), ahead=tuple(weights) if self.ahead else ())
         if self.recompute:
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
         starts = self.pipeline.starts
@@ -115,6 +116,7 @@ def forced_compiler(
     together: bool = False,
     offload: bool = False,
     on_host: bool = False,
+    ahead: bool = False,
     keeps: bool = False,
 ) -> ForcedCompiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
@@ -136,6 +138,7 @@ def forced_compiler(
         together=together,
         offload=offload,
         on_host=on_host,
+        ahead=ahead,
         keeps=keeps,
     )
 

@@ -13,6 +13,8 @@ peak_memory      what is alive at every moment of a step
 moments          what one device does and holds, over time
 recompute        operators that are recomputed in backward
 offload          tensors that wait in the host's memory
+ahead            weights that come from the host before they are needed
+streams          what copies of such weights cost
 gathering        weights that are stored in shards
 grouped_gathers   which of them one exchange gathers
 host             what a GPU's host takes to call operators

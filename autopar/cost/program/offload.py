@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.costs import LinkLike
 from autopar.core.offload import OffloadedTensor
-from autopar.cost.operators.host_weights import stream_seconds
+from autopar.cost.program.streams import hidden_streams, streamed
 from autopar.runtime.saved.offload import AHEAD
 
 if TYPE_CHECKING:
@@ -110,17 +110,13 @@ def wait_seconds(priced: PricedProgram) -> tuple[float, float]:
     items = offloaded(priced)
     link = priced.prices.cluster.host
     forward, backward = streamed(priced)
-    if not items or link is None:
+    if link is None or not (items or priced.program.ahead):
         return forward, backward
     times = clock(priced)
+    if not items:
+        there, back = hidden_streams(priced, times)
+        return forward - there, backward - back
     return forward + forward_wait(items, times, link), backward + backward_wait(items, times, link)
-
-
-def streamed(priced: PricedProgram) -> tuple[float, float]:
-    """Seconds of a micro-batch's copies of weights to the device, and of their gradients back."""
-    inputs = priced.program.inputs
-    parts = [stream_seconds(priced.prices, name, inputs[name]) for name in priced.program.on_host]
-    return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
 def forward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> float:

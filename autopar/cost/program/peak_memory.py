@@ -19,6 +19,7 @@ its storage, a gradient that is passed on too. What kernels need inside isn't co
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.deadline import check_time
 from autopar.core.graph import InputKind
+from autopar.cost.program.ahead import FetchesAhead
 from autopar.cost.program.heap import GradientSums, Heap
 from autopar.cost.program.host_copies import HostCopies
 from autopar.cost.program.offload import clock, offloaded, overlapped_until
@@ -94,6 +96,7 @@ class Replay:
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.saved = SavedBytes(self.heap, self.tape, operators, staged=staged)
         self.host = HostCopies(self.heap, self.tape, self.offloads, starts)
+        self.ahead = FetchesAhead(self.heap, self.tape, self.program)
         self.working = [0] * (operators + 1)
         self.forward_working = self.working
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
@@ -250,8 +253,9 @@ class Replay:
         return Counter(self.tape.root[value] for call in calls for value in call.memory.takes)
 
     def call(self, number: int) -> None:
-        """Begin a call."""
-        for item in self.calls[number].memory.gives:
+        """Begin a call; what it fetches has begun ahead, if it may."""
+        begun = self.ahead.begins.get(number, (number,))
+        for item in itertools.chain.from_iterable(self.calls[each].memory.gives for each in begun):
             if item.alias is None:
                 key = self.key(item.value)
                 self.heap.hold(key, item.nbytes)
@@ -359,6 +363,7 @@ class Replay:
     def differentiate(self, number: int, part: RecomputedPart | None) -> None:
         """Run a call's backward: from the gradients of what it gave to those of what it took."""
         call = self.calls[number]
+        self.ahead.wait(self.ahead.before.get(number, ()))
         incoming = {
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
@@ -366,8 +371,12 @@ class Replay:
         if part is None and incoming:
             self.host.read(number)
         gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
+        self.ahead.come(number, is_made=False)
         for root in gathered:
             self.regather(root)
+        self.ahead.come(number, is_made=True)
+        if gathered:
+            self.ahead.begin(number)
         is_over = part is None and any(item.value in self.tape.gathered for item in call.memory.gives)
         if is_over:  # who gathered it anew has: nobody reads the cast shard any more
             self.release(number)
@@ -382,7 +391,11 @@ class Replay:
         elif not is_over:
             self.release(number)
         for key in incoming.values():
-            self.heap.drop(key)
+            if number in self.ahead:
+                self.ahead.leave(number, key)
+            else:
+                self.heap.drop(key)
+        self.ahead.wait(self.ahead.after.get(number, ()))
         for value, key in made:
             self.add(value, key)
         self.note(call.place)

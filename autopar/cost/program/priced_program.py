@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.offload import OffloadedTensor
@@ -119,8 +120,8 @@ class PricedProgram:
 
     @property
     def plain(self) -> PricedProgram:
-        """The program without remedies: nothing is recomputed, no activation offloaded."""
-        return self.remedied(recompute=(), offload=())
+        """The program without remedies: nothing is recomputed, no activation offloaded, no weight ahead."""
+        return self.remedied(recompute=(), offload=(), ahead=())
 
     def gathered_together(self, cap: int | None, starts: Sequence[int] = ()) -> PricedProgram:
         """The program with weights that are gathered in groups, as far as `cap` bytes allow.
@@ -138,11 +139,13 @@ class PricedProgram:
         *,
         recompute: tuple[Segment, ...] | None = None,
         offload: tuple[OffloadedTensor, ...] | None = None,
+        ahead: tuple[str, ...] | None = None,
     ) -> PricedProgram:
-        """The program with other recomputed parts, or other tensors offloaded, where given."""
-        own = self.program.recompute, self.program.offload
-        wanted = own[0] if recompute is None else recompute, own[1] if offload is None else offload
-        if wanted == own:
+        """The program with other recomputed parts, other tensors offloaded, or other weights that come ahead
+        from the host, where given."""
+        wanted = {"recompute": recompute, "offload": offload, "ahead": ahead}
+        changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        if all(value == getattr(self.program, name) for name, value in changes.items()):
             return self
-        program = replace(self.program, recompute=wanted[0], offload=wanted[1])
+        program = replace(self.program, **changes)
         return PricedProgram(self.prices, program, self.base or self)

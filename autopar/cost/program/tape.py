@@ -90,6 +90,8 @@ class Tape:
     gathered: frozenset[int]  # roots that backward regathers
     together: Mapping[int, tuple[int, ...]]  # of those that it regathers by one exchange all of a group's
     copies: int  # bytes of what is gathered once a step, and of its gradients
+    fetches: Mapping[int, str]  # calls that bring weights from the host
+    fetched: Mapping[int, int]  # of roots that backward regathers, the root that comes from the host for it
     made: Mapping[int, StorageOrigin]  # by root, without what operators alone know
 
 
@@ -119,6 +121,8 @@ class _Recorder:
         self.gathered: set[int] = set()
         self.together = {name: names for names in self.program.together for name in names}
         self.regathered_together: dict[int, tuple[int, ...]] = {}
+        self.fetches: dict[int, str] = {}
+        self.fetched: dict[int, int] = {}
         self.made: dict[int, StorageOrigin] = {}
         self.inputs = {item.name for item in self.graph.inputs}
         self.given: set[int] = set()  # their values
@@ -155,6 +159,8 @@ class _Recorder:
             gathered=frozenset(self.gathered),
             together=self.regathered_together,
             copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
+            fetches=self.fetches,
+            fetched=self.fetched,
             made=self.made,
         )
 
@@ -266,6 +272,7 @@ class _Recorder:
         source, nbytes = self.on_host.pop(key), self.prices.local_bytes(*key)
         self.value[key] = value = self.new(name, nbytes)
         self.gathered.add(value)
+        self.fetches[len(self.calls)], self.fetched[value] = name, value
         learns = self.prices.training and self.graph.specs[name].requires_grad
         gradients = (Gradient(source, 0, None),) if learns else ()
         return CallMemory(
@@ -310,6 +317,8 @@ class _Recorder:
             scratch = 0 if returns else self.summed_bytes(name, move) - back
         if regather:
             self.gathered.add(value)
+            if (fetched := self.fetched.get(self.root[source])) is not None:
+                self.fetched[value] = fetched
         given = CallResult(value, nbytes, source if passes else None)
         saves = frozenset(
             {self.root[source]} - self.given - self.gathered if regather else ()

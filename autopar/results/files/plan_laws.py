@@ -1,8 +1,8 @@
 """What holds of every plan, and may not of a file that was broken or edited.
 
 Numbers are at least 0 and no larger than a sum of them may be, layouts have a placement for each axis of the
-mesh, weights that are gathered together one gather each, those on the host are of plans without stages, and
-stages are as many as the schedule gives its ranks.
+mesh, weights that are gathered together one gather each, those on the host are of plans without stages, none
+comes ahead but of them, and stages are as many as the schedule gives its ranks.
 """
 
 from __future__ import annotations
@@ -105,13 +105,15 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 
 def _on_host(plan: Plan) -> Iterator[str]:
-    """Weights on the host that are no inputs, or are there twice, or belong to a plan with stages."""
+    """Weights on the host that are no inputs, or are there twice, or belong to a plan with stages; others
+    that come ahead from there."""
     for index, program in enumerate((plan.program, *plan.programs)):
-        names = program.on_host
+        names, where = program.on_host, f"programs[{index - 1}]" if index else "program"
         strange = [name for name in names if name not in program.inputs or names.count(name) > 1]
         if strange or (names and plan.pipeline.is_staged):
-            where = f"programs[{index - 1}]" if index else "program"
             yield f"{show_value((strange or names)[0])} @ result.{where}.on_host"
+        for name in set(program.ahead) - set(names):
+            yield f"{show_value(name)} @ result.{where}.ahead"
 
 
 def _moments(plan: Plan) -> Iterator[str]:

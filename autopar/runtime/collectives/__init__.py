@@ -13,6 +13,7 @@ statements        what they say there, and errors where they differ
 groups            process groups by key
 transport         tensors between ranks, by the fastest way of each backend
 own_sums          sums between machines by steps of messages
+started_fetches   fetches of weights from the host in two halves, and gradients' ways back
 started_moves     gathers, scatters and sums in two halves
 grouped_moves     gathers of several weights by one exchange
 late_gradients    products whose gradients of weights wait until a sum is under way

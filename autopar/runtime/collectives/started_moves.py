@@ -18,6 +18,7 @@ other, a start does all, and a wait nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -42,10 +43,26 @@ _under_way: dict[int, Callable[[], Any]] = {}  # by the handle's storage
 Arguments = tuple[Any, ...]
 
 
-def begin(handle: Tensor, finish: Callable[[], Any]) -> Tensor:
-    """Begin a move: `wait` on the handle returns the result of `finish`."""
-    _under_way[storage_key(handle.untyped_storage())] = finish
+def begin(handle: Tensor, finish: Callable[[], Any], *, is_local: bool = False) -> Tensor:
+    """Begin a move: `wait` on the handle returns the result of `finish`.
+
+    One that `is_local` is forgotten with its handle, where what raised in between left nobody to wait.
+    """
+    storage = handle.untyped_storage()
+    _under_way[storage_key(storage)] = finish
+    if is_local:
+        weakref.finalize(storage, _forget, storage_key(storage), finish)
     return handle
+
+
+def under_way(handle: Tensor) -> Callable[[], Any]:
+    """What a move was begun with, which nobody has waited for yet."""
+    return _under_way[storage_key(handle.untyped_storage())]
+
+
+def _forget(key: int, finish: Callable[[], Any]) -> None:
+    if _under_way.get(key) is finish:
+        del _under_way[key]
 
 
 def end(handle: Tensor) -> Any:

@@ -13,7 +13,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives.random import is_draw
-from autopar.runtime.saved.host_weights import fetch_target
+from autopar.runtime.saved.host_weights import is_fetch
 from autopar.runtime.saved.offload import moves
 
 
@@ -54,7 +54,7 @@ def check_program(program: fx.GraphModule) -> None:
             wanted="one that keeps them, or computes them again: a compiled program saves in one piece",
             remedy="plan with --offload none, or leave out compile",
         )
-    if any(node.target is fetch_target() for node in program.graph.nodes):
+    if any(map(is_fetch, program.graph.nodes)):
         raise InputError(
             where="compile",
             found="a plan whose weights lie in the host's memory",

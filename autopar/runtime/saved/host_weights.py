@@ -6,9 +6,10 @@
 
 A fetch is a gather over no axis: `fetch_regather` copies a weight to the device at its first use, and of what
 autograd saves the copy is replaced by the way to make it anew (regather.py). What it passes back is
-`give_back`, which copies a gradient to the host. On a GPU the host's memory is pinned, and its thread waits
-for each copy: so nothing on the host is read before it is there, or written while it is read. On a CPU copies
-are made into storages that are known as the host's, and from these into plain ones.
+`give_back`, which copies a gradient to the host. Both come in halves, too, between which something is
+computed (collectives/started_fetches.py). On a GPU the host's memory is pinned, and its thread waits for each
+copy where it is needed: so nothing on the host is read before it is there, or written while it is read. On a
+CPU copies are made into storages that are known as the host's, and from these into plain ones.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.runtime import registry
 from autopar.runtime.saved import regather
 from autopar.runtime.saved.offload import HostStorage
 
-FETCH, GIVE_BACK = "fetch", "give_back"
+FETCH, GIVE_BACK = regather.FETCH, "give_back"
 _SCHEMA = "(Tensor x, Device device) -> Tensor"
 
 
@@ -37,21 +38,36 @@ def fetch_target() -> Any:
     return registry.operator(FETCH + regather.REGATHER)
 
 
-def _to_host(x: Tensor, device: torch.device) -> Tensor:
+def room_on_host(x: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy of `x`, contiguous, in that of the host of a device."""
     if device.type != "cpu":
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     storage = HostStorage(x.numel() * x.element_size())  # type: ignore[no-untyped-call]
-    there: Tensor = torch.empty(0, dtype=x.dtype).set_(storage).view(x.shape)
-    return there.copy_(x)
+    return torch.empty(0, dtype=x.dtype).set_(storage).view(x.shape)
+
+
+def room_on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy of `x`, contiguous, on a device."""
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def is_fetch(node: fx.Node) -> bool:
+    """Whether a call of a program brings a weight from the host, or waits for one."""
+    names = FETCH + regather.REGATHER, f"wait_{FETCH}{regather.REGATHER}"
+    return node.op == "call_function" and node.target in map(registry.operator, names)
+
+
+def _to_host(x: Tensor, device: torch.device) -> Tensor:
+    return room_on_host(x, device).copy_(x)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x)
+    return room_on_device(x, device).copy_(x)
 
 
 def _to_device_anew(x: Tensor, device: torch.device) -> Tensor:
     full = _to_device(x, device)
-    regather.note(full, FETCH, x, (device,))
+    regather.note(full, FETCH, x, (device,), is_ahead=False)
     return full
 
 
@@ -68,17 +84,19 @@ def _back(name: str) -> Any:
     return back
 
 
-def _there(x: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=device)
-
-
 def _home(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 for _name, _kernel in ((FETCH, _to_device), (FETCH + regather.REGATHER, _to_device_anew)):
     registry.functional(
-        _name, _SCHEMA, _kernel, shape=_there, setup=_keep_device, backward=_back(GIVE_BACK), is_local=True
+        _name,
+        _SCHEMA,
+        _kernel,
+        shape=room_on_device,
+        setup=_keep_device,
+        backward=_back(GIVE_BACK),
+        is_local=True,
     )
 registry.functional(
     GIVE_BACK, _SCHEMA, _to_host, shape=_home, setup=_keep_device, backward=_back(FETCH), is_local=True

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -31,6 +30,7 @@ from torch import Tensor, UntypedStorage, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
+from autopar.runtime.saved.copies import begin_copy, wait
 from autopar.torch_seams.tensors import storage_key, version_of
 
 AHEAD = 2  # storages that leave, or come, while another one is worked with
@@ -98,7 +98,7 @@ class _SavedStorage:
     coming: torch.cuda.Event | None = None  # until somebody waits for the copy that fetches it
 
     def __del__(self) -> None:
-        _wait(self.coming, self.device)  # it was fetched, and nobody came for it
+        wait(self.coming, self.device)  # it was fetched, and nobody came for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Offloading:
 
     def let_go(self) -> None:
         saved, copied = self.leaving.pop(0)
-        _wait(copied, saved.device)
+        wait(copied, saved.device)
         saved.here = None
 
     def read(self, saved: _SavedStorage) -> UntypedStorage:
@@ -192,7 +192,7 @@ class Offloading:
         if saved.here is None:
             self.fetch(saved)
         if saved.coming is not None:
-            _wait(saved.coming, saved.device)
+            wait(saved.coming, saved.device)
             saved.coming = None
         if saved.number >= 0:
             self.fetch_before(saved.number)
@@ -229,7 +229,7 @@ def _to_host(storage: UntypedStorage) -> tuple[UntypedStorage, torch.cuda.Event 
             _bytes(host).copy_(_bytes(storage))
             return host, None
         pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return pinned.untyped_storage(), _copied(pinned, _bytes(storage), device)
+        return pinned.untyped_storage(), begin_copy(pinned, _bytes(storage), device)
 
 
 def _to_device(host: UntypedStorage, device: torch.device) -> tuple[UntypedStorage, torch.cuda.Event | None]:
@@ -239,26 +239,4 @@ def _to_device(host: UntypedStorage, device: torch.device) -> tuple[UntypedStora
         if device.type == "cpu":
             fresh.copy_(_bytes(host))
             return fresh.untyped_storage(), None
-        return fresh.untyped_storage(), _copied(fresh, _bytes(host), device)
-
-
-def _copied(target: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event:
-    """Copy on the stream beside, after all that the one that computes has been told so far."""
-    beside = _beside(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(beside):
-        target.copy_(source, non_blocking=True)
-        complete: torch.cuda.Event = beside.record_event()
-    return complete
-
-
-@cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which copies run."""
-    return torch.cuda.Stream(device)
-
-
-def _wait(copied: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let the stream that computes wait for a copy."""
-    if copied is not None:
-        torch.cuda.current_stream(device).wait_event(copied)
+        return fresh.untyped_storage(), begin_copy(fresh, _bytes(host), device)

@@ -40,6 +40,8 @@ from autopar.torch_seams.tensors import storage_key, version_of
 
 Version = tuple[int, int, int]  # of a weight, as `_version` gives it
 REGATHER = "_regather"  # ends the names of the operators whose results don't stay
+FETCH = "fetch"  # the operator by which a weight comes from the host
+_WAIT_FETCH = f"wait_{FETCH}{REGATHER}"
 
 
 def is_regather(target: Any) -> bool:
@@ -55,28 +57,35 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     regathers = any(is_regather(node.target) for graph in graphs for node in graph.nodes)
     offloads = moves(program.graph)
-    early = any(
-        is_regather(node.target) and short_name(node.target).startswith("wait_")
-        for node in program.graph.nodes
-    )
-    order = dict[int, int]() if early else None
+    ahead = {short_name(node.target) for node in program.graph.nodes if is_regather(node.target)}
+    gathers = any(name.startswith("wait_") and name != _WAIT_FETCH for name in ahead)
+    order = dict[int, int]() if gathers or _WAIT_FETCH in ahead else None
 
     def run(*tensors: Tensor) -> Any:
         return program.forward(*tensors)  # which is another function once code is written anew
 
     def run_freeing(*tensors: Tensor) -> Any:
-        with _freeing(between, offloads=offloads, order=order):
+        early = None if order is None else EarlyGathers(order, gathers=gathers)
+        with _freeing(between, offloads=offloads, early=early):
             return program.forward(*tensors)
 
     return run_freeing if regathers or offloads or between is not None else run
 
 
-def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]) -> None:
-    """Remember how `full` was made: by `operator`, which keeps what it makes, of `source`."""
+def note(
+    full: Tensor,
+    operator: str,
+    source: Tensor,
+    arguments: tuple[Any, ...],
+    *,
+    is_ahead: bool | None = None,
+) -> None:
+    """Remember how `full` was made: by `operator`, which keeps what it makes, of `source`; and whether it may
+    come ahead of its use, unless that is as with all gathers."""
     notes = _notes.get()
     if notes is not None:
-        storage = full.untyped_storage()
-        made = _GatherSource(operator, _find(notes, source) or source, _version(source), arguments, full)
+        storage, source_of = full.untyped_storage(), _find(notes, source) or source
+        made = _GatherSource(operator, source_of, _version(source), arguments, full, is_ahead=is_ahead)
         notes[storage_key(storage)] = weakref.ref(storage), made
 
 
@@ -114,25 +123,41 @@ class _GatherSource:
         version: Version,
         arguments: tuple[Any, ...],
         full: Tensor,
+        *,
+        is_ahead: bool | None = None,
     ) -> None:
         self.operator, self.source, self.version = operator, source, version
-        self.arguments, self.dtype = arguments, full.dtype
+        self.arguments, self.dtype, self.is_ahead = arguments, full.dtype, is_ahead
 
     def restore(self) -> Tensor:
         """The full tensor, anew: a collective."""
         source = self.source
         if isinstance(source, _GatherSource):
-            source = source.restore()
-        else:
-            _check(source, self.version)
+            return self.made_of(source.restore())
+        self.check()
+        return self.made_of(source)
+
+    def made_of(self, source: Tensor) -> Tensor:
+        """The full tensor of its source."""
         with torch.no_grad():
             full: Tensor = registry.operator(self.operator)(source, *self.arguments)
         return full
 
-    def start(self) -> Callable[[], Tensor] | None:
-        """Begin to `restore`; None where that takes more than one collective."""
+    def check(self) -> None:
+        """Raise InputError if the weight that it was made of has changed since."""
+        if isinstance(self.source, _GatherSource):
+            self.source.check()
+        else:
+            _check(self.source, self.version)
+
+    def start(self, *, gathers: bool) -> Callable[[], Tensor] | None:
+        """Begin to `restore`, by one collective if `gathers` come ahead, or with a source that does; None
+        where that can't be."""
         source = self.source
         if isinstance(source, _GatherSource):
+            begun = source.start(gathers=False)
+            return None if begun is None else lambda: self.made_of(begun())
+        if not (gathers if self.is_ahead is None else self.is_ahead):
             return None
         _check(source, self.version)
         with torch.no_grad():
@@ -235,9 +260,9 @@ class _GroupMember(_GatherSource):
         """The full tensor, anew: a collective, unless another of the group has brought it."""
         return self.group.restore(self.index)
 
-    def start(self) -> Callable[[], Tensor] | None:
-        """Begin to restore the group; None where it is there."""
-        if self.index in self.group.fulls:
+    def start(self, *, gathers: bool) -> Callable[[], Tensor] | None:
+        """Begin to restore the group; None where it is there, or none comes ahead."""
+        if not gathers or self.index in self.group.fulls:
             return None
         if self.group.begun is None:
             self.group.begin(self.index)
@@ -265,10 +290,11 @@ class EarlyGathers:
     """The gathers of one backward, each started when the one before it is waited for.
 
     `order` says which number came after which in the last backward: the same on all ranks, as are backwards.
+    Of those that ranks meet in none is started but where `gathers` come ahead.
     """
 
-    def __init__(self, order: dict[int, int]) -> None:
-        self._order = order
+    def __init__(self, order: dict[int, int], *, gathers: bool) -> None:
+        self._order, self._gathers = order, gathers
         self._items: list[_GatherSource] = []
         self._started: dict[int, Callable[[], Tensor]] = {}
         self._last, self._task = -1, -1
@@ -283,13 +309,19 @@ class EarlyGathers:
         wait = self._started.pop(number, None)
         while self._started:  # backward took another way: these are over, and of no use
             self._started.popitem()[1]()
+        if wait:
+            self._items[number].check()  # it may have changed between two backwards, and be refused then
         full = wait() if wait else self._items[number].restore()
         task = graph_task()
         if task == self._task:
             self._order[self._last] = number
         self._last, self._task = number, task
         after = self._order.get(number)
-        if after is not None and after < len(self._items) and (begun := self._items[after].start()):
+        if (
+            after is not None
+            and after < len(self._items)
+            and (begun := self._items[after].start(gathers=self._gathers))
+        ):
             self._started[after] = begun
         return full
 
@@ -330,6 +362,12 @@ def _find(notes: Notes, tensor: Tensor) -> _GatherSource | None:
 _Packed = Tensor | Anew | PackedTensor
 
 
+def _unbound(tensor: Tensor) -> Tensor:
+    """The tensor without what made it, which may be who saves it: the two would keep each other alive where
+    no backward comes. Autograd binds it again."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 @dataclass(frozen=True, slots=True)
 class _Packing:
     """Hooks on the tensors that autograd saves."""
@@ -342,7 +380,7 @@ class _Packing:
         found = anew(tensor)
         if found is not None and self.early is not None:
             found = self.early.pack(found)
-        saved: _Packed = found or (self.moving.pack(tensor) if self.moving is not None else tensor)
+        saved: _Packed = found or (self.moving.pack(tensor) if self.moving is not None else _unbound(tensor))
         return saved if self.between is None else Box(saved)
 
     def unpack(self, found: _Packed | Box[_Packed]) -> Tensor:
@@ -352,11 +390,11 @@ class _Packing:
 
 
 @contextmanager
-def _freeing(between: Between | None, *, offloads: bool, order: dict[int, int] | None) -> Iterator[None]:
+def _freeing(between: Between | None, *, offloads: bool, early: EarlyGathers | None) -> Iterator[None]:
     before = halved.set(between)
     try:
         with noting(), offloading() if offloads else nullcontext() as moving:
-            packing = _Packing(between, moving, None if order is None else EarlyGathers(order))
+            packing = _Packing(between, moving, early)
             with saved_tensors_hooks(packing.pack, packing.unpack):
                 yield
     finally:

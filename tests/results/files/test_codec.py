@@ -189,6 +189,10 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
         lambda d: d["result"]["program"].update(on_host=["other"]),
         r"'other' @ result.program.on_host",
     ),
+    "a weight that comes ahead from nowhere": (
+        lambda d: d["result"]["program"].update(ahead=["input_0"]),
+        r"'input_0' @ result.program.ahead",
+    ),
     "weights on the host of stages": (
         lambda d: (
             d["result"]["program"].update(on_host=["input_0"]),

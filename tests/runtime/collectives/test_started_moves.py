@@ -107,7 +107,12 @@ class _Whole:
         self.log.append(f"gather {self.number}")
         return torch.tensor(self.number)
 
-    def start(self) -> Callable[[], torch.Tensor]:
+    def check(self) -> None:
+        self.log.append(f"check {self.number}")
+
+    def start(self, *, gathers: bool) -> Callable[[], torch.Tensor] | None:
+        if not gathers:
+            return None
         self.log.append(f"start {self.number}")
 
         def wait() -> torch.Tensor:
@@ -117,9 +122,9 @@ class _Whole:
         return wait
 
 
-def _backward(order: dict[int, int], numbers: list[int]) -> list[str]:
+def _backward(order: dict[int, int], numbers: list[int], *, gathers: bool = True) -> list[str]:
     log: list[str] = []
-    early = regather.EarlyGathers(order)
+    early = regather.EarlyGathers(order, gathers=gathers)
     for number in range(3):
         early.pack(regather.Anew(_Whole(number, log), torch.Size(), (), 0))  # type: ignore[arg-type]
     for number in numbers:
@@ -131,9 +136,11 @@ def test_backward_starts_what_came_next_in_the_last_one(monkeypatch: pytest.Monk
     order: dict[int, int] = {}
     monkeypatch.setattr(regather, "graph_task", lambda: 7)
     assert _backward(order, [2, 1, 0]) == ["gather 2", "gather 1", "gather 0"]
-    assert _backward(order, [2, 1, 0]) == ["gather 2", "start 1", "wait 1", "start 0", "wait 0"]
+    found = ["gather 2", "start 1", "check 1", "wait 1", "start 0", "check 0", "wait 0"]
+    assert _backward(order, [2, 1, 0]) == found
+    assert _backward(order, [2, 1, 0], gathers=False) == ["gather 2", "gather 1", "gather 0"]
     assert _backward(order, [2, 0]) == ["gather 2", "start 1", "wait 1", "gather 0"]  # another way
-    assert _backward(order, [2, 0]) == ["gather 2", "start 0", "wait 0"]
+    assert _backward(order, [2, 0]) == ["gather 2", "start 0", "check 0", "wait 0"]
 
 
 def _train_cast(overlap: bool, reduce_dtype: str, wired: bool) -> tuple[int, list[torch.Tensor]]:

@@ -87,6 +87,7 @@ def parallel(
     offload: bool = False,
     together: bool = False,
     on_host: bool = False,
+    ahead: bool = False,
 ) -> ParallelModule:
     shape, wanted, pipeline, again = PLANS[plan]
     compiler = forced_compiler(
@@ -98,6 +99,7 @@ def parallel(
         together=together,
         offload=offload,
         on_host=on_host,
+        ahead=ahead,
     )
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
     return ParallelModule(model, compiler, describe=describe, device=CPU, by_steps=by_steps)
@@ -116,10 +118,11 @@ def train(
     together: bool = False,
     compiles: bool = False,
     on_host: bool = False,
+    ahead: bool = False,
 ) -> None:
     """On a worker: three steps of a plan, and of the serial model."""
     pipeline = PLANS[plan][2]
-    words = {"offload": offload, "together": together, "on_host": on_host}
+    words = {"offload": offload, "together": together, "on_host": on_host, "ahead": ahead}
     serial, ours = make_net(), parallel(plan, gathering, make_net(), **words)
     ours.prepare(*batch())
     if compiles:
