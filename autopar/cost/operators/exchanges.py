@@ -17,7 +17,7 @@ from autopar.core.mesh import Mesh, parse_key
 from autopar.cost.machine import collectives, nccl
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
-from autopar.cost.operators.ring_attention import hops
+from autopar.cost.operators.ring_attention import hops, swaps
 from autopar.cost.topology import price as topology_price
 from autopar.runtime.collectives.merged_attention import merged_bytes
 
@@ -174,6 +174,9 @@ class Exchanges:
             seconds[0] += max(0.0, hop - sum(cost.forward_seconds for cost in costs))
             if backward:
                 seconds[1] += max(0.0, 2 * hop - sum(cost.backward_seconds for cost in costs))
+        for swapped in swaps(query, args):
+            for way, nbytes in enumerate(swapped[: 1 + backward]):
+                seconds[way] += self.collective(Collective.SEND_RECV, nbytes, axes) if nbytes else 0.0
         return seconds[0], seconds[1]
 
     def _needed_rows(

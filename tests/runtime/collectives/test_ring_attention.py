@@ -117,8 +117,11 @@ def _padded(rows: int, keys: int) -> Tensor:
 
 def cases(size: int) -> list[Ringed]:
     cut, others = [0, 4, 7, 12, 13][: size + 1], [0, 2, 3, 9, 10][: size + 1]
+    even = [4 * place for place in range(size + 1)]
     return [
         _ringed(cut, cut, CAUSAL),
+        _ringed(even, even, CAUSAL, heads=(6, 2), width=3),
+        _ringed(even, even, CAUSAL, mask=_padded(even[-1], even[-1]) == 0),
         _ringed(cut, cut, EVERY_KEY, heads=(4, 2)),
         _ringed(cut, others, EVERY_KEY, width=3),
         _ringed(cut, others, CAUSAL, heads=(6, 2)),
@@ -181,24 +184,38 @@ def test_it_is_serial_and_its_simulated_meaning(key: str, pools: Pools) -> None:
 def _sent(ringed: Ringed, size: int) -> list[list[int]]:
     """Number of keys that each rank takes in each step."""
     band = ringed.band
-    ring = ring_attention.Ring(ringed.rows[:-1], ringed.rows[1:], ringed.keys, band.before, band.after)
+    cuts = ringed.rows[:-1], ringed.rows[1:], ringed.keys, band.before, band.after
+    ring = ring_attention.Ring.of(cuts, None)
     spans = [[ring.keys(place, ring.owner(place, step)) for step in range(size)] for place in range(size)]
-    return [[stop - start for start, stop in steps] for steps in spans]
+    return [[sum(stop - start for start, stop in each) for each in steps] for steps in spans]
 
 
 def test_keys_that_no_row_sees_do_not_travel() -> None:
     cut = [0, 4, 8, 12]
-    assert _sent(_ringed(cut, cut, CAUSAL), 3) == [[4, 0, 0], [4, 4, 0], [4, 4, 4]]
+    assert _sent(_ringed(cut, [0, 3, 8, 12], CAUSAL), 3) == [[3, 0, 1], [5, 3, 0], [4, 5, 3]]
+    assert _sent(_ringed(cut, cut, CAUSAL), 3) == [[4, 4, 4], [4, 2, 2], [4, 4, 2]]  # mirrored
     assert _sent(_ringed(cut, cut, EVERY_KEY), 3) == [[4, 4, 4]] * 3
     assert _sent(_ringed(cut, cut, Band(2, 0)), 3) == [[4, 0, 0], [4, 2, 0], [4, 2, 0]]  # a halo
 
 
+def test_mirrored_ranks_have_as_much_to_do_in_every_step() -> None:
+    for size in (2, 3, 4, 8):
+        cut = [8 * place for place in range(size + 1)]
+        ring = ring_attention.Ring.of((cut[:-1], cut[1:], cut, None, 0), None)
+        scores = [
+            [sum(block.scores for block in ring.blocks(place, step)) for step in range(size)]
+            for place in range(size)
+        ]
+        assert all(len(set(steps)) == 1 for steps in zip(*scores, strict=True)), scores
+        assert sum(map(sum, scores)) == cut[-1] * (cut[-1] + 1) // 2
+
+
 def _first_keys_only(at: Any) -> Any:
     """Pairs as a ring gives them that forgets to pass the keys on."""
-    pair = at.given(0)
-    for step, _, start in _PAIRS(at):
-        span = at.ring.keys(at.place, at.ring.owner(at.place, step))
-        yield step, tuple(x[..., : span[1] - span[0], :] for x in pair), start
+    (pair,) = at.seen(at.own, 0)
+    for step, _ in _PAIRS(at):
+        ((start, stop),) = at.spans(step)
+        yield step, [tuple(x[..., : stop - start, :] for x in pair)]
 
 
 _PAIRS = ring_attention._Exchange.pairs
@@ -210,7 +227,7 @@ def _mutated(change: str, ringed: Ringed, gradient: Tensor) -> list[Tensor]:
     place = groups.index("a@2")
     args = ringed.call("a@2", place)
     if change == "same positions":
-        args = (*args[:6], [0, 0], [4, 4], *args[8:])
+        args = (*args[:6], [0, 0], [4, 4], *args[8:])  # which aren't mirrored
     y = ops.ring_attention(*args)
     with pytest.MonkeyPatch.context() as patch:
         if change == "first keys":
