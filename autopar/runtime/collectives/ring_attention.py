@@ -144,7 +144,7 @@ def _balanced(
     after: int | None,
     may_swap: bool,
 ) -> Ring:
-    """The ring in which the slowest ranks have less to do; halves are swapped where keys lie as queries do."""
+    """The ring in which the slowest ranks have less to do; halves are swapped where keys lie as rows do."""
     ring = Ring(starts, stops, owned, before, after)
     if not may_swap or owned != (*starts, stops[-1]):
         return ring
