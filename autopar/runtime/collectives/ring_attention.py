@@ -410,8 +410,7 @@ def _scratch(args: Sequence[Any]) -> tuple[int, int]:
 def swapped_bytes(
     ring: Ring, place: int, query: TensorSpec, key: TensorSpec, value: TensorSpec
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes that a rank has of its mirror's rows before its steps, forward and backward, and of its own that
-    come back after them."""
+    """Bytes of halves that come from a rank's mirror, each way: its rows, and results of its own ones."""
     if not ring.is_mirrored:
         return (0, 0), (0, 0)
     start, stop = ring.rows(place)[1]

@@ -156,7 +156,7 @@ class Later:
         self.waits = waits
         monkeypatch.setattr(offload, "_to_host", self.to_host)
         monkeypatch.setattr(offload, "_to_device", self.to_device)
-        monkeypatch.setattr(offload, "_wait", self.wait)
+        monkeypatch.setattr(offload, "wait", self.wait)
 
     def to_host(self, storage: UntypedStorage) -> Any:
         self.log.append("out")
