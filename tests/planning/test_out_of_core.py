@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.cost.operators.host_weights import stream_seconds
 from autopar.cost.operators.prices import Prices
@@ -66,6 +69,19 @@ def test_more_memory_keeps_more_weights_on_the_device() -> None:
 def test_without_a_host_that_has_room_there_is_no_plan(options: dict[str, Any]) -> None:
     with pytest.raises(InfeasibleError):
         plan(CAP, **options)
+
+
+def test_weights_on_the_host_are_gathered_for_each_micro_batch() -> None:
+    """What leads from where a weight is stored is made once a step, but not where that is the host."""
+    pairs = ((nn.Linear(512, 512), nn.ReLU()) for _ in range(3))
+    model = nn.Sequential(*itertools.chain.from_iterable(pairs), nn.Linear(512, 10))
+    words: dict[str, Any] = {"offload": "state", "micro_batches": 2, "stages": 1, "measure": False}
+    batch = torch.randn(8, 512), torch.arange(8)
+    found = autopar.plan(
+        model, ClusterSpec.local(2), batch, loss_fn=F.cross_entropy, memory=1_150_000, **words
+    )
+    assert found.pipeline.micro_batches == 2 and found.program.on_host
+    assert Gathering.ONCE not in found.program.gatherings.values()
 
 
 def test_cpus_without_a_plan_are_told_of_weights_on_the_host() -> None:

@@ -185,7 +185,7 @@ def _moves_of(
         )
     if problem.may_gather(tensor.name) or not candidates:
         candidates.append(path(leads=False))
-    if parameter and prices.step_weight < 1.0:
+    if problem.may_lead(tensor.name):
         candidates.append(path(leads=True))
 
     def seconds(moves: tuple[Move, ...]) -> float:
@@ -204,7 +204,7 @@ def _cheapest(
     seconds = _seconds_of_moves(problem, tensor, gathering, leads=False)
     if gathering is Gathering.REGATHER:
         seconds = seconds + np.where(tensor.network.gathers, tensor.network.forward, 0.0)
-    if problem.prices.step_weight < 1.0 and problem.wiring.is_parameter(tensor.name):
+    if problem.may_lead(tensor.name):
         if len(set(needs)) > 1:
             return None
         return _led(problem, tensor, place[source], place[needs[0]], gathering, seconds)

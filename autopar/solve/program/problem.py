@@ -345,8 +345,7 @@ class Problem:
             return self.cast_starts(tensor)
         if tensor.name not in self.wiring.kinds:
             return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        waits = self.wiring.is_parameter(tensor.name) and self.prices.step_weight < 1.0
-        waits = waits and tensor.name not in self.prices.on_host
+        waits = self.may_lead(tensor.name)
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
             phase = first_phase(gathering, waits=waits)
@@ -486,20 +485,26 @@ class Problem:
 
     def stored(self, name: str, layout: Layout) -> list[Stored]:
         """An input in a layout, with each way of gathering it that could serve: regathered where memory is
-        scarce, once only where something else is repeated."""
+        scarce, once only where something else is repeated and it needn't come from the host for that."""
         plain = [(layout, Gathering.KEEP)]
         if not self.wiring.is_parameter(name) or not self.prices.training:
             return plain
         if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
             return plain
-        if len(self.space.gatherings) == 1:
+        if len(self.space.gatherings) == 1 and name not in self.prices.on_host:
             return [(layout, self.space.gatherings[0])]
         serve = {
             Gathering.KEEP: True,
             Gathering.REGATHER: self.cap is not None or self.memory_price != FREE,
-            Gathering.ONCE: self.prices.step_weight < 1.0,
+            Gathering.ONCE: self.may_lead(name),
         }
-        return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
+        return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]] or plain
+
+    def may_lead(self, name: str) -> bool:
+        """Whether conversions that lead from where a weight is stored are made once a step: not of one that
+        comes from the host for every micro-batch."""
+        once = self.prices.step_weight < 1.0 and self.wiring.is_parameter(name)
+        return once and name not in self.prices.on_host
 
     def may_gather(self, name: str) -> bool:
         """Whether a tensor may be gathered. Weights may not where no gathering is allowed, nor weights that

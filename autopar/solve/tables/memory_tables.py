@@ -300,7 +300,7 @@ class MemoryTables(ChoiceTables):
 
         What is made once a step counts by its weight, what backward gathers again twice."""
         network, moves = tensor.network, self.phased[tensor.name]
-        first = first_phase(way, waits=self.prices.step_weight < 1.0)
+        first = first_phase(way, waits=self.may_lead(tensor.name))
         last, leading = first.next or first, first.next is not None
         weight = self.prices.step_weight if leading else 1.0
         begun = self._begun(network, kept)
