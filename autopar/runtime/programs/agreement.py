@@ -86,9 +86,8 @@ class Agreement:
             return
         autocast = Autocast.now(self._device.type)
         kind = (torch.is_grad_enabled(), autocast, *(tensor.shape for tensor in call.tensors))
-        self._calls[kind] += 1
         self._count += 1
-        whole = self._calls[kind] <= FIRST_CALLS or self._count % STRIDE == 0
+        whole = self._calls[kind] < FIRST_CALLS or self._count % STRIDE == 0
         if not whole and not roll_call.meets():
             return
         known = dict(held) if self._count <= FIRST_CALLS or self._count % STRIDE == 0 else {}
@@ -104,6 +103,7 @@ class Agreement:
         if compare((*parts, *told, *values, *graphs), known | written, free=free):
             assert changes is not None
             changes.let_differ()
+        self._calls[kind] += 1  # on all ranks: of a call that is refused they may know other kinds
         if copies is not None and (self._count <= FIRST_CALLS or self._count % STRIDE == 0):
             compare_copies(copies)
 

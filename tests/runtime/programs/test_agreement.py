@@ -18,7 +18,7 @@ from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.parameters import local
-from autopar.runtime.programs.agreement import STRIDE, Agreement
+from autopar.runtime.programs.agreement import FIRST_CALLS, STRIDE, Agreement
 from autopar.trace.call.call_signature import flatten_arguments
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
@@ -126,6 +126,20 @@ def _refused(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", DIFFERENCES)
 def test_a_difference_is_an_error_on_every_rank(pools: Pools, pattern: str) -> None:
     pools(2).run(_refused, pattern, timeout=30.0)
+
+
+def _right_after_others() -> None:
+    ours = parallel()
+    x, y = (torch.cat([item] * 100) for item in batch())  # too long to be compared byte by byte
+    for _ in range(FIRST_CALLS):
+        with pytest.raises(InputError, match="input input_0"):
+            ours(x[: 599 + dist.get_rank()], y[: 599 + dist.get_rank()])
+    for _ in range(FIRST_CALLS + 1):
+        ours(x, y)
+
+
+def test_calls_that_are_alike_pass_after_others_that_were_not(pools: Pools) -> None:
+    pools(2).run(_right_after_others, timeout=60.0)
 
 
 def _steps() -> None:
