@@ -21,8 +21,10 @@ def described(cluster: ClusterSpec, table: CollectiveTable) -> str:
 
 
 def link_notes(cluster: ClusterSpec, table: CollectiveTable) -> tuple[str, ...]:
-    """A note on when links were measured, and on the bandwidths that earlier plans rested on."""
-    links = [cluster.intra if _measured(table, 1) else None, cluster.inter if _measured(table, 2) else None]
+    """A note on when links were measured, and on the bandwidths that earlier plans rested on; none for one
+    device, which uses no link."""
+    within = cluster.devices_per_node > 1 and _measured(table, 1)
+    links = [cluster.intra if within else None, cluster.inter if _measured(table, 2) else None]
     before = " and ".join(str(link) for link in links if link)
     if not before:
         return ()

@@ -34,6 +34,7 @@ def test_links_are_as_measured_where_they_were_and_as_said_elsewhere() -> None:
     assert "within a node 2 GB/s, 1 ms (measured); between nodes 1 GB/s, 100 us" in described(NODES, table)
     (note,) = link_notes(NODES, table)
     assert "measured on 2026-03-04 at 05:06 UTC" in note and "rest on 2.5 GB/s, 150 us (estimated)" in note
+    assert not link_notes(ClusterSpec.local(1), table)  # which uses none
     assert described(NODES, CollectiveTable({})) == str(NODES) and not link_notes(NODES, CollectiveTable({}))
 
 
