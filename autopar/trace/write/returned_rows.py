@@ -131,6 +131,12 @@ class ReturnedRows:
             case Call(aten.index_add.default, (Ref() as into, 0, Places() as places, SelectedRows() as rows)):
                 if places.dim is not None and not call.kwargs:
                     return _Given(into, places.mask, (places.dim,), rows)
+            case Call(aten.index_put.default, (Ref() as into, [*index], SelectedRows() as rows, True)) if (
+                None not in index
+            ):
+                picked = self.rows.picked(node, (into, index))
+                if picked is not None and not call.kwargs and picked[2] == tuple(sorted(picked[2])):
+                    return _Given(into, *picked[1:], rows)
             case Call(aten.index_put.default, (Ref() as into, [*index], SelectedRows() as rows)) if (
                 None not in index
             ):

@@ -117,6 +117,12 @@ STATIC: dict[str, Callable[..., Tensor]] = {
     "put where numbers are one in 8 bits": lambda net, h, y, m, c: (
         _by_class(h, c.to(torch.uint8) + 254, 255, -1, 0).square().mean()
     ),
+    "added where places repeat": lambda net, h, y, m, c: (
+        y.index_put((torch.where(m)[0],), h[torch.where(m)[0]], accumulate=True)
+        .index_put((m[:, 0],), h[m[:, 0]], accumulate=True)
+        .square()
+        .mean()
+    ),
     "put by the largest": lambda net, h, y, m, c: (
         _put(y * net.gain, torch.where(h.topk(2, dim=1).indices == 1)[0], h).square().mean()
     ),
