@@ -401,9 +401,13 @@ def _scratch(args: Sequence[Any]) -> tuple[int, int]:
     pair, bias = row_bytes(key, value), bias_bytes(query, mask, max(own, rows))
     parts = min(2, len(taken)) * rows * pair
     given, back = swapped_bytes(ring, place, query, key, value)
+    if ring.is_mirrored:  # blocks are of halves; results come when the steps' parts are gone
+        forward, backward = forward // 2, backward // 2
+    totals = query.nbytes + key.nbytes + value.nbytes
+    steps = 2 * parts + wider * max(own, rows) * pair + backward + bias
     return (
-        parts + forward + bias + given[0] + back[0],
-        2 * parts + wider * max(own, rows) * pair + backward + bias + given[1] + back[1],
+        given[0] + max(parts + forward + bias, back[0]),
+        given[1] + (max(steps, totals + back[1]) if ring.is_mirrored else steps),
     )
 
 
