@@ -85,7 +85,7 @@ def fewest_on_host(found: Solution, cap: int, complete: Complete) -> Solution | 
     if not has_room(found.priced, names):
         return None
     best, few = found, 0
-    for all_ahead in (False, True):
+    for all_ahead in (False, True) if prices.cluster.host is not None else (False,):
         low, high = few, len(names)
         while high - low > 1:
             middle = (low + high) // 2

@@ -29,6 +29,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.forward.autocast import Autocast
+from tests.deep_net import Deep
 
 FAST = Link(latency=5e-6, bandwidth=450e9)
 GPUS = ClusterSpec(nodes=1, devices_per_node=2, device="h100", memory="80GB", intra=FAST, inter=FAST)
@@ -91,23 +92,10 @@ def test_weights_and_biases_that_are_cast_are_known() -> None:
 SHARDED = ("gradients", "weights")  # of which the first keeps full copies until backward
 
 
-class Deep(nn.Module):
-    """Products whose weights are most of what a step holds."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def deep(layers: int = 4, **options: object) -> Plan:
     """Of two micro-batches, whose gradients are there from the first backward on."""
     with torch.device("meta"):
-        net, batch = Deep(4096, layers), (torch.randn(64, 4096),)
+        net, batch = Deep(layers, 4096), (torch.randn(64, 4096),)
     options = {"dtype": "bf16", "mesh": "2", "stages": 1, "micro_batches": 2, "measure": False, **options}
     return api.plan(net, GPUS, batch, **options)
 
@@ -170,7 +158,7 @@ def test_a_model_may_fit_in_low_precision_alone() -> None:
     """Whatever is sharded and recomputed: beside weights in float32 there are activations in bfloat16."""
     eight = replace(GPUS, devices_per_node=8)
     with torch.device("meta"):
-        net, batch = Deep(1024, 4), (torch.randn(65536, 1024),)
+        net, batch = Deep(4, 1024), (torch.randn(65536, 1024),)
 
     def fitted(dtype: str) -> Plan:
         return api.plan(

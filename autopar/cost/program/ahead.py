@@ -40,10 +40,8 @@ def ahead_groups(tape: Tape, program: Program) -> dict[int, list[int]]:
 
 def reads_after(tape: Tape, program: Program) -> Mapping[int, Read]:
     """By call, what backward reads next after it, of weights that come ahead."""
-    calls, recomputed = (
-        itertools.chain.from_iterable(ahead_groups(tape, program).values()),
-        _recomputed(program),
-    )
+    calls = itertools.chain.from_iterable(ahead_groups(tape, program).values())
+    recomputed = _recomputed(program)
     ahead = {item.value for call in calls for item in tape.calls[call].memory.gives}
     reads = [
         Read(number, root, tape.fetched.get(root, root))
@@ -70,10 +68,9 @@ class FetchesAhead:
         groups = ahead_groups(tape, program)
         self.group_of = {call: place for place, calls in groups.items() for call in calls}
         self.begins: dict[int, tuple[int, ...]] = dict.fromkeys(self.group_of, ())  # calls, by the one before
-        self.before: dict[
-            int, tuple[int, ...]
-        ] = {}  # groups whose gradients are gone before a call's backward
-        self.after: dict[int, tuple[int, ...]] = {}  # and after it
+        # Groups whose gradients are gone before a call's backward, and after it.
+        self.before: dict[int, tuple[int, ...]] = {}
+        self.after: dict[int, tuple[int, ...]] = {}
         for place, calls in itertools.islice(groups.items(), 1):
             self.begins[calls[0]], self.after[calls[0]] = tuple(calls), (place,)
         for (_, calls), (place, late) in pairwise(groups.items()):

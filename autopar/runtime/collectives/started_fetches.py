@@ -24,10 +24,8 @@ from autopar.runtime.saved.copies import StartedCopy
 from autopar.runtime.saved.host_weights import FETCH, GIVE_BACK, room_on_device, room_on_host
 
 FETCH_AHEAD = FETCH + regather.REGATHER  # the fetch that programs start ahead
-_STARTS, _WAITS = (
-    "(Tensor x, Device device) -> Tensor",
-    "(Tensor handle, Tensor like, Device device) -> Tensor",
-)
+_STARTS = "(Tensor x, Device device) -> Tensor"
+_WAITS = "(Tensor handle, Tensor like, Device device) -> Tensor"
 Room = Callable[[Tensor, torch.device], Tensor]
 
 
