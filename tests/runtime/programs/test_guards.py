@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -418,20 +419,21 @@ def test_tensors_that_forward_leaves_are_refused_where_they_are_used(pools: Pool
 # -- the guard alone ------------------------------------------------------------------------------
 
 
-def test_a_guard_of_1000_modules_takes_at_most_a_millisecond() -> None:
+def test_a_guard_of_1000_modules_asks_them_in_c() -> None:
     model = nn.Sequential(
         *(module for _ in range(334) for module in (nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.1)))
     )
     with recording() as reads, reads.on():
         model(torch.zeros(1, 2))
-    guard = Guard(reads)
+    guard = Guard(reads, own=model.modules())
     assert guard.holds()
-    seconds = []
-    for _ in range(200):
-        start = time.perf_counter()
+    called: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: called.update([frame.f_code.co_qualname] * (event == "call")))
+    try:
         guard.holds()
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1e-3
+    finally:
+        sys.setprofile(None)
+    assert called.total() < 100, called  # no function of Python's for each module
     model[2].p = 0.2  # type: ignore[assignment]
     assert guard.change() == "Dropout.p"
 
