@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -91,6 +92,8 @@ def step_fast(owner: TreeOwner) -> None:
         while chosen:
             group, way = chosen.pop()
             group[way] = None
+            if way == "fused":  # whose kernels write without a trace, so that backward couldn't tell
+                increment_version([item for item in group["params"] if item.grad is not None])
 
     chosen: list[tuple[dict[str, Any], str]] = []
     at_steps(register_optimizer_step_pre_hook, owner, choose)

@@ -86,11 +86,13 @@ class Agreement:
             return
         autocast = Autocast.now(self._device.type)
         kind = (torch.is_grad_enabled(), autocast, *(tensor.shape for tensor in call.tensors))
-        self._count += 1
-        whole = self._calls[kind] < FIRST_CALLS or self._count % STRIDE == 0
+        count = self._count + 1
+        all_values = count <= FIRST_CALLS or count % STRIDE == 0
+        whole = self._calls[kind] < FIRST_CALLS or count % STRIDE == 0
         if not whole and not roll_call.meets():
+            self._count = count
             return
-        known = dict(held) if self._count <= FIRST_CALLS or self._count % STRIDE == 0 else {}
+        known = dict(held) if all_values else {}
         parts = (
             *self._parts(call, modes, known.items(), random, whole=whole),
             StatementPart("the program of this call", _STATE_READ, program.encode()),
@@ -103,8 +105,10 @@ class Agreement:
         if compare((*parts, *told, *values, *graphs), known | written, free=free):
             assert changes is not None
             changes.let_differ()
-        self._calls[kind] += 1  # on all ranks: of a call that is refused they may know other kinds
-        if copies is not None and (self._count <= FIRST_CALLS or self._count % STRIDE == 0):
+        # On all ranks: of a call that is refused they may know other kinds, or not know at all.
+        self._calls[kind] += 1
+        self._count = count
+        if copies is not None and all_values:
             compare_copies(copies)
 
     def check_state(

@@ -45,9 +45,9 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def pair(dtype: torch.dtype = torch.float64) -> tuple[Net, ParallelModule]:
+def pair(dtype: torch.dtype = torch.float64, force: str = "filter") -> tuple[Net, ParallelModule]:
     ours = ParallelModule(
-        Net(dtype), forced_compiler(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
+        Net(dtype), forced_compiler(Mesh((2,)), [force]), describe=describe, device=torch.device("cpu")
     )
     ours.prepare(*batch(dtype))
     return Net(dtype), ours
@@ -134,6 +134,20 @@ def _other_ways() -> None:
 
 def test_the_users_choice_and_16_bits_are_not_fused(pools: Pools) -> None:
     pools(2).run(_other_ways)
+
+
+def _between_forward_and_backward() -> None:
+    for model in pair(force="batch"):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(*batch()).backward()
+        late = model(*batch())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+
+
+def test_a_step_between_forward_and_backward_is_refused_as_serially(pools: Pools) -> None:
+    pools(2).run(_between_forward_and_backward)
 
 
 def _odd_gradient() -> None:
