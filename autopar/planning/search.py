@@ -278,9 +278,9 @@ def _least_of_groups(cluster: ClusterSpec) -> str:
     """A remedy for unlike devices, of which the one with least memory sets the cap."""
     known = [group for group in cluster.groups if group.memory is not None]
     if not known:
-        return "or leave out the group with least memory"
+        return "leave out the group with least memory"
     least = min(known, key=lambda group: group.memory or 0)
-    return f"or plan without group {least.name}, whose {show_bytes(least.memory or 0)} a device are the least"
+    return f"plan without group {least.name}, whose {show_bytes(least.memory or 0)} a device are the least"
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:

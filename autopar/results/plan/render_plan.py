@@ -210,13 +210,15 @@ def _totals(plan: Plan) -> list[RenderableType]:
 
 
 def _least(plan: Plan) -> Iterator[str]:
-    """What bounds plans of all meshes, stages and micro-batches."""
+    """What bounds plans of all meshes and stages, with as many micro-batches."""
     least = plan.shared_evenly
     if least is not None and LEAST_TOLD * plan.step_seconds <= least < plan.step_seconds:
         more = f"{1 - least / plan.step_seconds:.1%}"
+        count = plan.pipeline.micro_batches
+        parts = f" of {count} micro-batches" if count > 1 else ""
         yield (
-            f"          whatever the mesh and stages, none is faster by more than {more}: one device's "
-            f"operators, shared evenly, take {show_seconds(least)}"
+            f"          whatever the mesh and stages, none{parts} is faster by more than {more}: one "
+            f"device's operators, shared evenly, take {show_seconds(least)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 simplify             leaves out what nobody needs
 inverse_spectra      torch.istft, by its parts
+covariances          torch.cov and corrcoef, by their parts
 linear_loss          a product and the cross-entropy of what it gives, in pieces of rows
 linear_scan          states that are handed on from row to row
 spread_out           copies of expanded tensors, which stay
