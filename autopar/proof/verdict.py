@@ -132,6 +132,9 @@ def _worse(verdict: Verdict, disagreement: Mapping[str, tuple[float, str]]) -> V
 
 def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdict:
     """The errors of every kind; a tensor that only one side has is an infinite error."""
+    state = ours.parameters | ours.buffers  # to a program a parameter that forward writes is a buffer
+    learned = {name: state.pop(name) for name in theirs.parameters if name in state}
+    ours = replace(ours, parameters=learned, buffers=state)
     errors: dict[str, float] = {}
     worst, name_of_worst = -1.0, "-"
     for kind in KINDS:

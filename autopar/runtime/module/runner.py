@@ -247,7 +247,8 @@ class Runner:
         return entry.program
 
     def _leave(self) -> None:
-        """Leave what forward leaves in modules and objects."""
+        """Leave what forward leaves in modules and objects, and in parameters that it writes."""
+        self.tensors.end_call()
         self.tree.leave(self._left)
         for item in self._inside:
             item.leave()

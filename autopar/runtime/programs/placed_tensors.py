@@ -82,6 +82,7 @@ class PlacedTensors:
         self.has_copies = False  # on some ranks, but not whole on all
         self.missing = MissingValues()
         self.are_plain = False  # parameters: torch's own, since each rank has them whole
+        self._writes_parameters = False  # whether a program does, those that don't learn
         self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
     @property
@@ -117,6 +118,7 @@ class PlacedTensors:
         unlike = bool(self.pipeline.meshes)  # of which some may have copies
         self.has_copies = unlike or any(map(self._is_shared, self._parts.values()))
         self.are_plain = self.tree.is_plain = self._can_be_plain()
+        self._look_at_writes(made)
         serial_model.check_plain(self.tree.root, placed_parameters())
         placed = self.tree.place(self._store)
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
@@ -243,6 +245,7 @@ class PlacedTensors:
             if not _lie_alike(item.part, self._parts[item.target].part)
             or item.on_host != self._parts[item.target].on_host
         ]
+        self._look_at_writes(made)
         if isinstance(made, StagedExecutable) and made.mesh.even == self._mesh[0].even and not moved:
             self._check_stages(made)
         if moved or made.mesh.even != self._mesh[0].even:
@@ -299,6 +302,17 @@ class PlacedTensors:
                 self._take_plain_tensors(twin, self._mesh[1])
             twin.look_at_steps(self._mesh[1])
         return twin
+
+    def _look_at_writes(self, made: Executable | StagedExecutable) -> None:
+        """Remember whether a program's buffers are parameters of the model, which its forward writes."""
+        names = {name for name, _ in self.tree.root.named_parameters()}
+        buffers = (item.target for item in made.inputs if item.kind is InputKind.BUFFER)
+        self._writes_parameters = self._writes_parameters or not names.isdisjoint(buffers)
+
+    def end_call(self) -> None:
+        """Take what a program has written to parameters for written by all ranks alike."""
+        if self._writes_parameters:
+            self.accept_changes()
 
     def accept_changes(self) -> None:
         """Take what has been written to parameters for written by all ranks alike."""

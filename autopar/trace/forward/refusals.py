@@ -19,7 +19,7 @@ from autopar.torch_seams.fakes import (
     UnsupportedFakeTensorException,
 )
 from autopar.trace.call.user_source import first_line, user_line
-from autopar.trace.forward.torch_checks import ForwardError
+from autopar.trace.forward.forward_error import ForwardError
 
 FORWARD = "the model's forward"
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -38,7 +38,7 @@ def refusal(cause: Exception, part: str) -> TraceError:
         where = f"{part}, {where}"
     if isinstance(cause, ForwardError):
         kind = ValuesAskedError if cause.asks else TraceError
-        return kind(where=where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
+        return kind(where=cause.line or where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
     if _asks_for_values(cause):
         return ValuesAskedError(
             where=where,

@@ -38,24 +38,17 @@ from autopar.torch_seams.tracing import (
     distribution_sampled,
 )
 from autopar.trace.call.user_source import calling_line
+from autopar.trace.forms.covariances import correlation, covariance
 from autopar.trace.forms.inverse_spectra import inverse_spectra
+from autopar.trace.forward.data_writes import DATA, DataWrites
 from autopar.trace.forward.drawn_decisions import DrawnDecisions
 from autopar.trace.forward.finite_checks import FiniteChecks
+from autopar.trace.forward.forward_error import ForwardError
 from autopar.trace.forward.same_masks import SameMasks
 from autopar.trace.forward.strided_windows import windows
 from autopar.trace.forward.value_checks import passing_answer
 
 _NO_DIMS = torch.Size()
-_DATA: Any = Tensor.data  # the attribute of every tensor
-
-
-class ForwardError(RuntimeError):
-    """A call that forward makes and a program can't: `found`, and the `remedy`; whether it `asks` for
-    values."""
-
-    def __init__(self, found: str, wanted: str, remedy: str, *, asks: bool = False) -> None:
-        super().__init__(found)
-        self.found, self.wanted, self.remedy, self.asks = found, wanted, remedy, asks
 
 
 @contextmanager
@@ -224,33 +217,42 @@ _BY_ELEMENTS: dict[Any, Callable[..., Tensor]] = {
     torch.as_strided: _as_strided,
     Tensor.as_strided: _as_strided,
 }
+_COVARIANCES: dict[Any, Callable[..., Tensor]] = {
+    torch.cov: covariance,
+    Tensor.cov: covariance,
+    torch.corrcoef: correlation,
+    Tensor.corrcoef: correlation,
+}
 _INVERSE = (torch.istft, Tensor.istft)
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
 
 _GIVES_ITSELF: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, torch.dropout: _plain_dropout}
 
-_OTHERWISE = _OF_SIZE | _BY_ELEMENTS | _GIVES_ITSELF
+_OTHERWISE = _OF_SIZE | _BY_ELEMENTS | _GIVES_ITSELF | _COVARIANCES
 
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _LOOKUPS = (F.embedding, F.embedding_bag)
 
 
 class _Rewriting(TorchFunctionMode):
-    """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
+    """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` as a write: torch.export
     knows neither, and leaves out the latter without a word."""
 
     def __init__(self, notes: list[str], masks: _Masks) -> None:
         super().__init__()
         self.notes, self.masks = notes, masks
         self.finite, self.same, self.drawn = FiniteChecks(_by_values), SameMasks(), DrawnDecisions()
+        self.data = DataWrites()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None:
             self.finite.end()
+            self.data.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.data.before(function, args)
         if (passed := self.passed(function, args)) is not None:
             return passed
         self.finite.before(function, args, kwargs)
@@ -263,6 +265,7 @@ class _Rewriting(TorchFunctionMode):
         args = self.same.picking(function, args)
         result = self.called(function, args, kwargs)
         self.finite.after(function, args, kwargs, result)
+        self.data.after(function, (args, kwargs), result)
         self.same.after(function, args, kwargs, result)
         self.drawn.after(function, args, result)
         return result
@@ -283,8 +286,10 @@ class _Rewriting(TorchFunctionMode):
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of `function`, or of the code that replaces it."""
         _refuse(function, args, kwargs)
-        if function == _DATA.__get__:
+        if function == DATA.__get__:
             return args[0].detach()
+        if function == DATA.__set__:
+            return self.data.write(*args)
         if function is F.multi_head_attention_forward:
             self.masks.check(args[7], args[9])
         if function is F.gaussian_nll_loss:
@@ -339,12 +344,6 @@ def _by_values() -> ForwardError:
 
 
 def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if function == _DATA.__set__:
-        raise ForwardError(
-            "tensor.data = ...",
-            "writes that can be traced",
-            "write buffer.copy_(...) under torch.no_grad(), and to parameters outside of forward",
-        )
     if getattr(function, "__name__", "") == "_pack_padded_sequence":
         raise ForwardError(
             "packed sequences: their lengths are values that shapes depend on",

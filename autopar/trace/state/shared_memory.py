@@ -26,7 +26,7 @@ from autopar.errors import TraceError
 from autopar.torch_seams import pytree
 from autopar.torch_seams.fakes import FakeTensor
 from autopar.torch_seams.modes import without_functions
-from autopar.trace.forward.torch_checks import ForwardError
+from autopar.trace.forward.forward_error import ForwardError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ to inputs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.core.graph import GraphInput, InputKind, Operator
 from autopar.torch_seams.modes import without_functions
@@ -33,9 +34,9 @@ class AskedInputs(TorchFunctionMode):
 
     def __init__(self, fakes: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._of: dict[int, tuple[Tensor, Sources]] = {
-            id(fake): (fake, Sources((place,))) for place, fake in fakes.items()
-        }
+        self._of: MutableMapping[Tensor, Sources] = WeakTensorKeyDictionary()
+        for place, fake in fakes.items():
+            self._of[fake] = Sources((place,))
         self._symbols: dict[Any, Sources] = {}
         self._last = Sources()
 
@@ -54,7 +55,7 @@ class AskedInputs(TorchFunctionMode):
             raise
         self._note(result, sources)
         if name.endswith("_") and isinstance(first := next(iter((*args, *(kwargs or {}).values()))), Tensor):
-            self._of[id(first)] = first, sources  # written, unless it is a question such as __len__
+            self._of[first] = sources  # written, unless it is a question such as __len__
         return result
 
     def at_fault(self, cause: BaseException | None) -> Sources:
@@ -69,15 +70,14 @@ class AskedInputs(TorchFunctionMode):
 
     def _sources(self, value: Any) -> Sources:
         if isinstance(value, Tensor):
-            known = self._of.get(id(value))
             learns = isinstance(value, torch.nn.Parameter)
-            return known[1] if known else Sources((ELSEWHERE,)) if learns else Sources()
+            return self._of.get(value, Sources((ELSEWHERE,)) if learns else Sources())
         return Sources().union(*(self._symbols.get(symbol, Sources()) for symbol in _symbols(value)))
 
     def _note(self, result: Any, sources: Sources) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._of[id(leaf)] = leaf, sources
+                self._of[leaf] = sources
                 with without_functions():
                     numbers: list[Any] = [size for size in leaf.shape if isinstance(size, torch.SymInt)]
             else:

@@ -24,7 +24,7 @@ from autopar.torch_seams.modes import without_functions, without_modes
 from autopar.torch_seams.pytree import tree_leaves, tree_map, tree_map_only
 from autopar.torch_seams.tensors import version_of
 from autopar.trace.call.user_source import calling_line
-from autopar.trace.forward.torch_checks import ForwardError
+from autopar.trace.forward.forward_error import ForwardError
 from autopar.trace.reads.attribute_reads import Reads
 
 _IS_LEAF: Any = Tensor.is_leaf

@@ -97,7 +97,7 @@ class GraphBuilder:
         lost = "holds no plain tensors and is not returned"
         self.notes += [f"output {name} {lost}; {_INSTEAD}" for name in dropped]
         graph = Graph(
-            inputs=tuple(self.graph.inputs.values()),
+            inputs=tuple(map(self.as_state, self.graph.inputs.values())),
             operators=tuple(self.graph.operators),
             outputs=names,
             specs=self.graph.specs,
@@ -108,6 +108,10 @@ class GraphBuilder:
         return without_dead_code(without_identities(graph))
 
     # -- inputs ---------------------------------------------------------------------------------
+
+    def as_state(self, item: GraphInput) -> GraphInput:
+        """The input; a parameter that forward writes is a buffer to the program."""
+        return replace(item, kind=InputKind.BUFFER) if item.name in self.graph.writes else item
 
     def read_inputs(self, gm: fx.GraphModule) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]

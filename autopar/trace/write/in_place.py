@@ -156,11 +156,12 @@ class InPlaceWrites:
         return Call(aten._to_copy.default, (source,), {"dtype": spec.dtype})
 
     def _note_write(self, node: fx.Node, written: str, name: str) -> None:
-        """Note the value of a buffer after the step; raises TraceError for another input."""
+        """Note the value of a buffer after the step, or of a frozen parameter; raises TraceError for another
+        input."""
         owner = next((buffer for buffer, value in self._graph.writes.items() if value == written), written)
         if owner in self._graph.inputs:
-            self._refuse_parameter(node, owner)
-            if self._graph.inputs[owner].kind is not InputKind.BUFFER:
+            self._refuse_parameter(node, owner, learns=self._graph.specs[name].requires_grad)
+            if self._graph.inputs[owner].kind not in (InputKind.BUFFER, InputKind.PARAMETER):
                 raise refused(
                     node,
                     f"an in-place write to the input {owner}",
@@ -169,16 +170,21 @@ class InPlaceWrites:
                 )
             self._graph.writes[owner] = name
 
-    def _refuse_parameter(self, node: fx.Node, owner: str) -> None:
-        """Raise TraceError for a write to a parameter, in whatever way forward came to its memory."""
+    def _refuse_parameter(self, node: fx.Node, owner: str, *, learns: bool = True) -> None:
+        """Raise TraceError for a write to a parameter if that, or what is written, `learns`.
+
+        In whatever way forward came to its memory.
+        """
         given = self._graph.inputs.get(owner)
-        if given is not None and given.kind is InputKind.PARAMETER:
+        if given is None or given.kind is not InputKind.PARAMETER:
+            return
+        if learns or given.spec.requires_grad:
             raise refused(
                 node,
                 f"an in-place write to parameter {given.target}",
-                "parameters that forward only reads",
+                "parameters that forward only reads, or writes without gradients to frozen ones",
                 "update it outside of forward, as by parallel.module.weight.lerp_(...) under torch.no_grad() "
-                "before the call, or keep it by register_buffer",
+                "before the call, freeze it by requires_grad_(False), or keep it by register_buffer",
             )
 
     def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
