@@ -26,7 +26,8 @@ from autopar.solve.choices.direct_ways import distances
 from autopar.solve.choices.gather_phases import completing
 from autopar.solve.choices.tensor_classes import TensorClass
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.program.problem import Problem, Stored
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.tensor_starts import Stored
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 

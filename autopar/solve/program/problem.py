@@ -62,34 +62,29 @@ from dataclasses import replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.convert.moves import canonical
-from autopar.convert.network import Alike, Flags, Network, Numbers, Placements, order, unnamed
+from autopar.convert.network import Alike, Flags, Network, Placements, order, unnamed
 from autopar.convert.path import interesting
 from autopar.core.deadline import check_time
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
-from autopar.core.placement import Layout, Shard
-from autopar.cost.operators.host_weights import stream_seconds
+from autopar.core.placement import Layout
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
-from autopar.solve.choices.direct_ways import DirectWays, ways
 from autopar.solve.choices.fold import Folding
-from autopar.solve.choices.gather_phases import GatherPhase, Place, completing, first_phase, phased
+from autopar.solve.choices.gather_phases import GatherPhase, Place, completing, phased
 from autopar.solve.choices.memory_price import FREE, MemoryPrice
 from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import Marginal, TensorClass, Use, Wiring
 from autopar.solve.linear_program import LinearProgram, Terms
-from autopar.solve.program.flow_rows import ONE, FlowRows
+from autopar.solve.program.flow_rows import ONE
 from autopar.solve.program.memory_rows import MemoryRows
 from autopar.solve.program.operator_variables import OperatorVariables
 from autopar.solve.program.saved_variables import SavedVariables
-
-FEWER = 2  # times as many moves as ways there must be for these to be solved sooner
-FEW_MOVES = 32  # moves, of which ways may be as many
-Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
+from autopar.solve.program.tensor_flows import TensorFlows
+from autopar.solve.program.tensor_starts import Stored, TensorStarts
 
 
 class Problem:
@@ -200,8 +195,7 @@ class Problem:
     def add_tensor(self, tensor: TensorClass) -> list[Use]:
         check_time()
         starts, uses, taken = self.routed(tensor)
-        if not (len(uses) == 1 and self.join(tensor, starts, uses[0], taken[0])):
-            self.add_flows(tensor, starts, uses, taken)
+        TensorFlows(self, tensor, starts, uses, taken).add()
         return uses
 
     def routed(
@@ -209,7 +203,7 @@ class Problem:
     ) -> tuple[dict[Place, Terms], list[Use], list[dict[GatherPhase, Flags]]]:
         """Layouts in which the tensor is made, its uses, and the moves that may lead from one to the
         other."""
-        starts, uses = self.starts(tensor), self.uses_of(tensor)
+        starts, uses = TensorStarts(self, tensor).find(), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.asked = placements, ends = self.layouts_of_interest(tensor.name, sources, uses)
         tensor.network = network = self.prices.network(tensor.name, placements, alike=self.alike, fixed=ends)
@@ -225,50 +219,6 @@ class Problem:
             for use in uses
         ]
         return starts, uses, taken
-
-    def join(
-        self, tensor: TensorClass, starts: Mapping[Place, Terms], use: Use, moves: Mapping[GatherPhase, Flags]
-    ) -> bool:
-        """Add the ways from where a tensor is made to its only use, if they are fewer than its moves."""
-        if set(moves) != {GatherPhase.EVERY}:
-            return False
-        network, allowed = tensor.network, moves[GatherPhase.EVERY]
-        if FEWER * len(starts) * len(use.needs) > max(FEW_MOVES, int(np.count_nonzero(allowed))):
-            return False
-        begin = np.array([network.place[layout] for layout, _ in starts], dtype=np.intp)
-        ends = np.array([network.place[layout] for layout in use.needs], dtype=np.intp)
-        seconds = ways(network, begin, ends, allowed)
-        exist = np.isfinite(seconds)
-        variables = np.full(seconds.shape, -1)
-        variables[exist] = self.lp.variables(seconds[exist] * self.times(tensor, GatherPhase.EVERY))
-        tensor.ways = DirectWays(begin, ends, allowed, variables)
-        rows = FlowRows(self.lp, len(begin) + len(ends))
-        for number, terms in enumerate(starts.values()):
-            rows.add(number, None, terms)
-        for number, terms in enumerate(use.needs.values()):
-            rows.add(len(begin) + number, None, [(-amount, variable) for amount, variable in terms])
-        places = np.nonzero(exist)
-        rows.carry(places[0], len(begin) + places[1], None, variables[places])
-        rows.write()
-        return True
-
-    def add_flows(
-        self,
-        tensor: TensorClass,
-        starts: Mapping[Place, Terms],
-        uses: Sequence[Use],
-        taken: Sequence[Mapping[GatherPhase, Flags]],
-    ) -> None:
-        """Add the moves of a tensor, and the flow of each use over them."""
-        network, shared = tensor.network, len(uses) > 1
-        for phase in taken[0]:
-            seconds = network.seconds * self.times(tensor, phase)
-            moves = np.logical_or.reduce([each[phase] for each in taken])
-            tensor.paid[phase] = self.flow_variables(moves, seconds)
-        copies: dict[Layout, int] = {}
-        for use, moves_in in zip(uses, taken, strict=True):
-            flows = self.flows(tensor, use, moves_in, shared=shared)
-            self.conserve(tensor, starts, use, flows, copies=copies)
 
     def layouts_of_interest(
         self, name: str, sources: Sequence[Layout], uses: Sequence[Use]
@@ -306,147 +256,6 @@ class Problem:
             allowed &= ~completing(network)
         return network.between(network.flags(sources), needs, allowed)
 
-    def flow_variables(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
-        """For each of `moves` a variable with its cost, -1 for the others."""
-        found = np.full(len(moves), -1)
-        found[moves] = self.lp.variables(seconds[moves])
-        return found
-
-    def flows(
-        self, tensor: TensorClass, use: Use, taken: Mapping[GatherPhase, Flags], *, shared: bool
-    ) -> dict[GatherPhase, Numbers]:
-        """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use regathers in backward
-        is paid for each."""
-        network, found = tensor.network, {}
-        for phase, moves in taken.items():
-            regather = np.zeros(len(moves))
-            if phase is GatherPhase.REGATHER and self.saves(use):
-                regather = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
-            if shared:
-                found[phase] = self.flow_variables(moves, regather)
-                rows = self.lp.between(np.zeros(moves.sum()), np.full(moves.sum(), math.inf))
-                self.lp.enter(rows, tensor.paid[phase][moves], 1.0)
-                self.lp.enter(rows, found[phase][moves], -1.0)
-                continue
-            found[phase] = tensor.paid[phase]
-            for move in np.flatnonzero(moves & (regather > 0)):
-                self.lp.costs[found[phase][move]] += float(regather[move])
-        return found
-
-    def saves(self, use: Use) -> bool:
-        """Whether some strategy of the use's operator saves this operand for backward."""
-        return use.consumer is not None and bool(
-            self.operators.savers(use.consumer, use.position, use.repetitions, of="operands")
-        )
-
-    def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
-        """out[t, .] in the phases in which the flow begins."""
-        if tensor.name in self.cast_weights and self.requires_grad(tensor.name):
-            return self.cast_starts(tensor)
-        if tensor.name not in self.wiring.kinds:
-            return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        waits = self.may_lead(tensor.name)
-        found: dict[Place, Terms] = {}
-        for (layout, gathering), variable in self.input_sources(tensor).items():
-            phase = first_phase(gathering, waits=waits)
-            found.setdefault((self.canonical(tensor.name, layout), phase), []).append((1.0, variable))
-        return found
-
-    def cast_starts(self, tensor: TensorClass) -> dict[Place, Terms]:
-        """out[t, .] of a weight that is cast before it is gathered: its full copy stays until backward, or is
-        regathered from the cast shard, which then stays."""
-        found: dict[Place, Terms] = {}
-        forced = self.space.gatherings == (Gathering.REGATHER,)
-        if not forced and self.cap is None and self.memory_price == FREE:
-            return {(layout, GatherPhase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        choice = None if forced else self.lp.variable(integer=True, upper=1.0)
-        self.regathered[tensor.name] = choice
-        for layout, terms in self.sources(tensor).items():
-            if not any(isinstance(place, Shard) for place in layout):
-                found[layout, GatherPhase.EVERY] = terms
-                continue
-            regathered = terms
-            if choice is not None:
-                part = self.lp.variable(upper=1.0)
-                regathered, rest = [(1.0, part)], [*terms, (-1.0, part)]
-                self.lp.at_most([(1.0, part), (-1.0, choice)], 0.0)
-                self.lp.at_most([*rest, (1.0, choice)], 1.0)
-                self.lp.at_least(rest, 0.0)
-                found[layout, GatherPhase.EVERY] = rest
-            found[layout, GatherPhase.REGATHER] = regathered
-            self.unkept.setdefault(tensor.name, []).extend(regathered)
-            nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
-            for share, variable in regathered:
-                self.memory.hold(nbytes * share, variable)
-        return found
-
-    def conserve(
-        self,
-        tensor: TensorClass,
-        starts: Mapping[Place, Terms],
-        use: Use,
-        flows: Mapping[GatherPhase, Numbers],
-        *,
-        copies: dict[Layout, int],
-    ) -> None:
-        """Flow into a layout is flow out of it, in each phase; what a weight that is gathered once is
-        gathered to stays all step long (`copies`)."""
-        network = tensor.network
-        rows = FlowRows(self.lp, len(network.layouts))
-        for (layout, phase), terms in starts.items():
-            rows.add(network.place[layout], phase, terms)
-        for phase, variables in flows.items():
-            over = np.flatnonzero(variables >= 0)
-            rows.carry(network.source[over], network.target[over], phase, variables[over])
-        for phase in [phase for phase in flows if phase.next is not None]:
-            for place in rows.touched(phase):
-                leaving = self.lp.variable()
-                rows.add(place, phase, [(-1.0, leaving)])
-                rows.add(place, phase.next, [(1.0, leaving)])
-                layout = network.layouts[place]
-                if phase is GatherPhase.ONCE and (layout, phase) not in starts:
-                    self.hold_copy(tensor, layout, leaving, copies)
-        last = list(dict.fromkeys(phase.next or phase for _, phase in starts))
-        for layout, terms in use.needs.items():
-            place, needed = network.place[layout], [(-amount, variable) for amount, variable in terms]
-            if len(last) == 1:
-                rows.add(place, last[0], needed)
-                continue
-            for end in last:
-                arriving = self.lp.variable()
-                rows.add(place, end, [(-1.0, arriving)])
-                rows.add(place, None, [(1.0, arriving)])
-            rows.add(place, None, needed)
-        rows.write()
-
-    def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
-        """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it, if it
-        isn't counted here."""
-        if not self.requires_grad(tensor.name):
-            return
-        if self.prices.step_weight == 1.0:  # it is scattered as soon as it comes
-            return
-        if layout not in copies:
-            copies[layout] = self.lp.variable()
-            nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
-            self.memory.hold(2 * nbytes if self.copies_last else nbytes, copies[layout], lasts=True)
-            if not self.prices.accumulates:
-                self.memory.add_gradient(nbytes, copies[layout])
-        self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
-
-    def sources(self, tensor: TensorClass) -> Marginal:
-        """out[t, .]: in which layouts an operator makes the tensor."""
-        found: Marginal = {}
-        operation, index = self.wiring.makers[tensor.name]
-        name = self.folding.class_of[operation.name]
-        repetitions = self.operators.repetitions(
-            self.wiring.makers[member][0].name for member in tensor.members
-        )
-        layouts = self.layouts(tensor.name, name, "results", index)
-        for layout, terms in zip(layouts, self.operators.mean(name, repetitions), strict=True):
-            found.setdefault(layout, []).extend(terms)
-        return found
-
     def layouts(self, name: str, operation: str, ends: str, index: int) -> list[Layout]:
         """The layout of a tensor by each strategy of an operator class, as one of its operands or results;
         found once for all operators of the same strategies."""
@@ -459,46 +268,6 @@ class Problem:
                 for strategy in strategies
             ]
         return self.found_layouts[key]
-
-    def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
-        """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
-        count = len(tensor.members)
-        requires_grad = self.wiring.is_parameter(tensor.name) and self.requires_grad(tensor.name)
-        variables: dict[Stored, int] = {}
-        for stored in itertools.chain.from_iterable(
-            self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
-        ):
-            layout, gathering = stored
-            cost = self.prices.update(tensor.name, layout) if self.wiring.is_parameter(tensor.name) else 0.0
-            cost *= self.prices.step_weight
-            cost += sum(stream_seconds(self.prices, tensor.name, layout))
-            variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
-            if self.wiring.at_rest(tensor.name) and not self.wiring.may_be_left(tensor.name):
-                nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.memory.rest(nbytes, variables[stored])
-                if requires_grad and (not self.prices.accumulates or gathering is Gathering.ONCE):
-                    gradient = self.prices.local_bytes(tensor.name, layout) * count
-                    self.memory.add_gradient(gradient, variables[stored])  # made of the full one's sum
-        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
-        self.inputs[tensor.name] = variables
-        return variables
-
-    def stored(self, name: str, layout: Layout) -> list[Stored]:
-        """An input in a layout, with each way of gathering it that could serve: regathered where memory is
-        scarce, once only where something else is repeated and it needn't come from the host for that."""
-        plain = [(layout, Gathering.KEEP)]
-        if not self.wiring.is_parameter(name) or not self.prices.training:
-            return plain
-        if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
-            return plain
-        if len(self.space.gatherings) == 1 and name not in self.prices.on_host:
-            return [(layout, self.space.gatherings[0])]
-        serve = {
-            Gathering.KEEP: True,
-            Gathering.REGATHER: self.cap is not None or self.memory_price != FREE,
-            Gathering.ONCE: self.may_lead(name),
-        }
-        return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]] or plain
 
     def may_lead(self, name: str) -> bool:
         """Whether conversions that lead from where a weight is stored are made once a step: not of one that

@@ -28,7 +28,8 @@ from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.linear_program import Terms
 from autopar.solve.program.flow_rows import ONE
-from autopar.solve.program.problem import Problem, Stored
+from autopar.solve.program.problem import Problem
+from autopar.solve.program.tensor_starts import Stored
 
 MOST_ENTRIES = 1 << 21  # of a table
 MOST_SUMS = 1 << 20  # in each round of Bellman and Ford: beyond, the integer program is found sooner

@@ -32,7 +32,7 @@ from autopar.solve.choices.space import Space
 from autopar.solve.choices.tensor_classes import TensorClass, Use
 from autopar.solve.linear_program import Terms
 from autopar.solve.program.operator_variables import value_of
-from autopar.solve.program.problem import Stored
+from autopar.solve.program.tensor_starts import Stored
 from autopar.solve.tables.choice_tables import (
     MOST_SUMS,
     MOST_USES,

@@ -170,7 +170,7 @@ class _Tracer:
         """Context in which derivatives that a trace can't follow are refused at their line."""
         with ExitStack() as patches:
             for entry in ENTRIES:
-                patches.enter_context(entry.replaced(partial(self._enter, entry.now)))
+                patches.enter_context(entry.replaced(partial(self._enter, entry.name, entry.now)))
             try:
                 yield
             except RuntimeError as cause:
@@ -180,11 +180,12 @@ class _Tracer:
                     self.derived, "gradients through an operator whose parts a trace doesn't see"
                 ) from cause
 
-    def _enter(self, enter: Any, *args: Any) -> Any:
+    def _enter(self, name: str, enter: Any, *args: Any) -> Any:
         """Stands in for what every transform of torch.func begins with."""
         if self.busy:
             return enter(*args)
-        raise _outside(calling_line(), "a transform of torch.func inside forward")
+        written = "write a mapped dim out, as by torch.einsum, or " if name.startswith("vmap") else ""
+        raise _outside(calling_line(), "a transform of torch.func inside forward", written)
 
     def judged(
         self, call: FunctionCall | HookCall, operands: Sequence[Tensor], numbers: Sequence[float]
@@ -204,12 +205,12 @@ class _Tracer:
         return self.known[key]
 
 
-def _outside(where: str, found: str) -> TraceError:
+def _outside(where: str, found: str, otherwise: str = "") -> TraceError:
     return TraceError(
         where=where,
         found=found,
         wanted="derivatives around the call",
-        remedy="return the output, and derive it by x.requires_grad_(); y = parallel(x); "
+        remedy=f"{otherwise}return the output, and derive it by x.requires_grad_(); y = parallel(x); "
         "torch.autograd.grad(y.sum(), x, create_graph=True), as often as you need",
     )
 

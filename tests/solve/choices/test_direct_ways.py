@@ -17,7 +17,7 @@ from autopar.solve.choices.fold import fold
 from autopar.solve.choices.space import build_space
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.program import problem as written
+from autopar.solve.program import tensor_flows as written
 from autopar.solve.program.decode import is_whole, read
 from autopar.solve.program.problem import Problem
 from tests.solve.assignment.test_written_programs import prices_of
