@@ -144,7 +144,8 @@ class Reads:
         if name == "__dict__" and is_torch(sys._getframe(2).f_globals.get("__name__")):
             return  # nn.Module's own __setattr__ and __getattr__
         # By type: `isinstance` reads `__class__`, which is recorded, too.
-        if issubclass(type(result), (FakeTensor, FunctionalTensor)) and not issubclass(type(value), nn.Module):
+        is_traced = issubclass(type(result), (FakeTensor, FunctionalTensor))
+        if is_traced and not issubclass(type(value), nn.Module):
             return  # which forward has put there
         owner = self._owner(value)
         if name == "__dict__":

@@ -351,8 +351,10 @@ def is_python_class(kind: type) -> bool:
 
 
 def is_settings(kind: type) -> bool:
-    """Whether a class is made by Python code outside of torch, and may have objects of its own: of Python's
-    abstract classes (`collections.abc.Mapping`) others inherit."""
+    """Whether a class is made by Python code outside of torch, and is no abstract one of Python's own.
+
+    Of those, such as `collections.abc.Mapping`, others inherit, which count by themselves.
+    """
     is_base = inspect.isabstract(kind) and is_library(kind.__module__)
     return is_python_class(kind) and not is_torch(kind.__module__) and not is_base
 
