@@ -58,7 +58,7 @@ class CallTraces:
     in_pieces: bool = False
 
     def form(self, *, in_pieces: bool) -> CallTraces:
-        """The same traces, with losses in pieces or without."""
+        """Copy these traces, with losses in pieces or without; what is known is shared."""
         return replace(self, in_pieces=in_pieces)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: object = None) -> Traced:
