@@ -41,7 +41,7 @@ from autopar.planning.book.book import book_of
 from autopar.planning.book.desk import Desk
 from autopar.planning.busy_neighbours import busy_neighbours, load_notes, load_of_others
 from autopar.planning.graphs.fitting import as_planned
-from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
+from autopar.planning.graphs.micro_batch_graphs import CallTraces, Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs
 from autopar.planning.losses import find_form, other_form, search_form
 from autopar.planning.pipeline_search import BatchGraphs, decide_all
@@ -162,11 +162,13 @@ class Planner:
             say("tracing")
             whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
             alone = whole if whole.loss is None else only_loss(whole)
+            traces = self.traces(model)
 
             def find(choice: LossPieces) -> Plan:
                 form = replace(self, request=replace(self.request, loss_pieces=choice))
                 graph = with_losses_in_pieces(whole) if choice is LossPieces.ALL else whole
-                return form.pipeline_of(graph, model, args, kwargs, auto, co_runners, watch.deadline)
+                parts = partial(form.parts_by, traces, args, kwargs, graph)
+                return form.pipeline_of(graph, parts, auto, co_runners, watch.deadline)
 
             if self.request.loss_pieces is not LossPieces.AUTO:
                 return find(self.request.loss_pieces)
@@ -177,9 +179,7 @@ class Planner:
     def pipeline_of(
         self,
         whole: Graph,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        parts_of_batch: Callable[[], Parts],
         auto: Auto,
         co_runners: CoRunners | None,
         deadline: float | None,
@@ -191,7 +191,7 @@ class Planner:
         if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, co_runners, budget, deadline=deadline)
         first = self.first(whole, plain, auto, deadline) if deadline is not None else None
-        parts = self.parts(model, args, kwargs, whole)
+        parts = parts_of_batch()
         kept, note = _kept(parts, micro_batches, exactly=exactly)
         if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
@@ -432,17 +432,26 @@ class Planner:
         alone = only_loss(graph)
         return with_losses_in_pieces(alone) if self.request.in_pieces else alone
 
-    def parts(
+    def traces(self, model: nn.Module) -> CallTraces:
+        """The traces of calls of a model and of parts of them, with whole logits."""
+        plain = replace(self, request=replace(self.request, loss_pieces=LossPieces.NONE))
+        return CallTraces(partial(plain.trace_whole, model))
+
+    def parts(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        """The micro-batches of a call."""
+        return self.parts_by(self.traces(model), args, kwargs)
+
+    def parts_by(
         self,
-        model: nn.Module,
+        traces: CallTraces,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         whole: Graph | None = None,
     ) -> Parts:
-        """The micro-batches of a call, whose graph is `whole` if it is known."""
-        call = partial(self.trace_whole, model)
+        """The micro-batches of a call by these traces, whose graph is `whole` if it is known."""
+        form = traces.form(in_pieces=self.request.in_pieces)
         alone = None if whole is None or whole.loss is None else self.loss_alone(whole)
-        return parts_of(call, args, kwargs, self.request.batch_dims, whole=alone or whole)
+        return parts_of(form, args, kwargs, self.request.batch_dims, whole=alone or whole)
 
 
 def _part_graph(parts: Parts, count: int) -> Graph:

@@ -27,7 +27,7 @@ from autopar.errors import InputError
 from autopar.planning.asked.ask import SearchMeans
 from autopar.planning.asked.request import Request
 from autopar.planning.graphs.fitting import as_planned
-from autopar.planning.graphs.micro_batch_graphs import Said, parts_of
+from autopar.planning.graphs.micro_batch_graphs import CallTraces, Said, parts_of
 from autopar.planning.losses import has_pieces, search_form
 from autopar.planning.unlike_meshes import find_unlike
 from autopar.proof.changes import Changes, trace_whole, try_changes
@@ -430,7 +430,7 @@ def _check_micro_batches(target: Target, count: int, said: Said | None, static: 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static)
 
-    cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
+    cutting = parts_of(CallTraces(whole), target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
     model = raise_model(copy_model(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))

@@ -21,7 +21,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, InputKind
 from autopar.errors import CheckError
 from autopar.planning.asked.request import Request
-from autopar.planning.graphs.micro_batch_graphs import parts_of
+from autopar.planning.graphs.micro_batch_graphs import CallTraces, parts_of
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verdict import KINDS, Record, Tensors, difference, floor_of
 from autopar.proof.verify import MOMENTUM, RATE, backward, note_outputs, seed
@@ -134,7 +134,7 @@ def trace_lengths(
 
     if count == 1:
         return whole(target.args, target.kwargs).loss_alone(), None
-    parts = parts_of(whole, target.args, target.kwargs, request.batch_dims)
+    parts = parts_of(CallTraces(whole), target.args, target.kwargs, request.batch_dims)
     return parts.traced(count), parts.traced(count, -1) if parts.size % count else None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.core.mesh import Mesh
-from autopar.planning.graphs.micro_batch_graphs import parts_of
+from autopar.planning.graphs.micro_batch_graphs import CallTraces, parts_of
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_dims import find_batch
 from autopar.sharding.strategies import find_atoms
@@ -214,7 +215,7 @@ def test_rows_that_meet_others_where_they_are_sorted_are_told(
 def test_parts_of_a_batch_compute_what_the_batch_does(then: Callable[[Mixture, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Mixture(then), torch.randn(SAMPLES, ROWS, WIDTH)
-    parts = parts_of(lambda args, kwargs: trace(model, args, kwargs), (x,), {})
+    parts = parts_of(CallTraces(partial(trace, model)), (x,), {})
     assert parts.traced(2).cutting is not None and parts.is_exact
     losses = torch.stack([model(part) for part in x.chunk(3)])
     whole = losses.sum() if then is added else losses.mean()

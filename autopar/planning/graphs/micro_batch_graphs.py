@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -50,10 +50,30 @@ WEIGHED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The micro-batches of one call, by the graph of the whole batch; `trace` makes the graph of a call."""
+class CallTraces:
+    """Traces of a call and of its parts, each made once by `trace`, whatever form of losses is looked at."""
 
     trace: Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+    known: dict[object, Traced] = field(default_factory=dict)  # by the way the batch is cut, and the part
+    in_pieces: bool = False
+
+    def form(self, *, in_pieces: bool) -> CallTraces:
+        """Copy these traces, with losses in pieces or without; what is known is shared."""
+        return replace(self, in_pieces=in_pieces)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: object = None) -> Traced:
+        """The trace of a call, which is kept if it is of a `part`."""
+        traced = self.known.get(part) or self.trace(args, kwargs)
+        if part is not None:
+            self.known[part] = traced
+        return traced.with_pieces() if self.in_pieces else traced
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The micro-batches of one call, by the graph of the whole batch; `traces` make the graph of a call."""
+
+    traces: CallTraces
     call: Arguments
     whole: Graph
     flow: SampleFlow | None
@@ -100,7 +120,7 @@ class Parts:
         args, kwargs = self.call.rebuild(self.call.tensors)
         for said in islice(guesses(self.call), MOST_GUESSES):
             try:
-                parts_of(self.trace, args, kwargs, said, whole=self.whole).traced(2)
+                parts_of(self.traces, args, kwargs, said, whole=self.whole).traced(2)
             except AutoparError:
                 continue
             return True
@@ -118,7 +138,8 @@ class Parts:
         cutting = self.cutting()
         micro = split_batch(cutting, self.call.tensors, count, weigh=False)[place]
         try:
-            traced = self.trace(*self.call.rebuild(micro.tensors)).loss_alone()
+            args, kwargs = self.call.rebuild(micro.tensors)
+            traced = self.traces(args, kwargs, (self.rows, self.size, count, place)).loss_alone()
         except TraceError as error:
             error.add_remedy(f"choose fewer than {count} micro-batches, if the whole batch can be traced")
             raise
@@ -173,7 +194,7 @@ def _notes(cutting: Cutting) -> tuple[str, ...]:
 
 
 def parts_of(
-    trace: Callable[[tuple[Any, ...], dict[str, Any]], Traced],
+    traces: CallTraces,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     said: Said | None = None,
@@ -186,7 +207,7 @@ def parts_of(
     Raises InputError for dims that the call doesn't have, and for a model without a loss.
     """
     call = flatten_arguments(args, kwargs)
-    graph = trace(args, kwargs).loss_alone().graph if whole is None else only_loss(whole)
+    graph = traces(args, kwargs).loss_alone().graph if whole is None else only_loss(whole)
     dims = dims_of(graph, Mesh((1,)))
     if said is None:
         flow, obstacle = find_batch(graph, dims)
@@ -196,7 +217,7 @@ def parts_of(
         flow = said_batch(graph, dims, named)
         obstacle = flow.obstacle
         rows = _said_rows(flow, call, named)
-    return Parts(trace, call, graph, flow, obstacle, rows, _size(call, rows))
+    return Parts(traces, call, graph, flow, obstacle, rows, _size(call, rows))
 
 
 def _rows(flow: SampleFlow, call: Arguments) -> tuple[Rows | None, ...]:

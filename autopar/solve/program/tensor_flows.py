@@ -43,9 +43,7 @@ class TensorFlows:
         self.problem, self.lp = problem, problem.lp
         self.tensor, self.network = tensor, tensor.network
         self.starts, self.uses, self.taken = starts, uses, taken
-        self.copies: dict[
-            Layout, int
-        ] = {}  # what a weight that is gathered once is gathered to all step long
+        self.copies: dict[Layout, int] = {}  # of a weight that is gathered once, all step long
 
     def add(self) -> None:
         """Add variables and rows."""

@@ -143,7 +143,9 @@ class Reads:
             return  # of classes, which are looked at by name
         if name == "__dict__" and is_torch(sys._getframe(2).f_globals.get("__name__")):
             return  # nn.Module's own __setattr__ and __getattr__
-        if isinstance(result, FakeTensor | FunctionalTensor) and not isinstance(value, nn.Module):
+        # By type: `isinstance` reads `__class__`, which is recorded, too.
+        is_traced = issubclass(type(result), (FakeTensor, FunctionalTensor))
+        if is_traced and not issubclass(type(value), nn.Module):
             return  # which forward has put there
         owner = self._owner(value)
         if name == "__dict__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -36,7 +37,7 @@ _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE and _HEAPTYPE
 _STATELESS = frozenset(  # whose objects hold none of the user's state
     (
         *("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy"),
-        *("logging", "warnings", "autopar"),
+        *("logging", "warnings", "dataclasses", "autopar"),
     )
 )
 _LIBRARIES = _STATELESS | sys.stdlib_module_names | {"sympy"}
@@ -350,8 +351,12 @@ def is_python_class(kind: type) -> bool:
 
 
 def is_settings(kind: type) -> bool:
-    """Whether a class is made by Python code outside of torch."""
-    return is_python_class(kind) and not is_torch(kind.__module__)
+    """Whether a class is made by Python code outside of torch, and is no abstract one of Python's own.
+
+    Of those, such as `collections.abc.Mapping`, others inherit, which count by themselves.
+    """
+    is_base = inspect.isabstract(kind) and is_library(kind.__module__)
+    return is_python_class(kind) and not is_torch(kind.__module__) and not is_base
 
 
 def is_torch(module: str | None) -> bool:

@@ -15,5 +15,6 @@ mixtures     mixtures of experts: `python -m tests.benchmarks.published.mixtures
 unlike_trials   trials of unlike devices: `python -m tests.benchmarks.published.unlike_trials FILE.csv`
 opt          an OPT in float32 with attention in plain products, on the meta device
 sailor_plans   plans on GPUs: `python -m tests.benchmarks.published.sailor_plans FILE.csv`
+long_sequences   splits of long sequences: `python -m tests.benchmarks.published.long_sequences FILE.csv`
 score        rank correlation, regret, errors, out-of-memory
 """

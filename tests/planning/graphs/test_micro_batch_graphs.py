@@ -18,6 +18,7 @@ from autopar.core.cutting import Rows
 from autopar.core.graph import Operator, Ref
 from autopar.errors import AutoparError, InputError
 from autopar.planning.graphs.micro_batch_graphs import (
+    CallTraces,
     Parts,
     _is_part,
     _size,
@@ -61,7 +62,7 @@ def parts(model: nn.Module, *tensors: Tensor, said: Any = None) -> Parts:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         return trace(model, args, kwargs)
 
-    return parts_of(of, tensors, {}, said)
+    return parts_of(CallTraces(of), tensors, {}, said)
 
 
 def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -531,3 +532,20 @@ def test_numbers_are_those_of_the_whole_batch_and_shapes_those_of_the_part() -> 
         return Operator("view", aten.view.default, (Ref("x"), [rows, 4]), {}, ("z",))
 
     assert _with_numbers(view(3), view(12)) == view(3)
+
+
+def test_a_part_is_traced_once_for_both_forms_of_its_loss() -> None:
+    model, tensors, made = net(F.cross_entropy), data(), list[int]()
+
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        made.append(len(args[0]))
+        return trace(model, args, kwargs)
+
+    whole = CallTraces(of)
+    forms = [parts_of(each, tensors, {}) for each in (whole, whole.form(in_pieces=True))]
+    graphs = [each.traced(count).graph for each in forms for count in (2, 5)]
+    assert made == [SAMPLES, SAMPLES, SAMPLES // 2, SAMPLES // 5]
+    direct = CallTraces(lambda args, kwargs: trace(model, args, kwargs, in_pieces=True))
+    alone = parts_of(direct, tensors, {})
+    assert graphs[2:] == [alone.traced(count).graph for count in (2, 5)]
+    assert graphs[:2] != graphs[2:]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import Graph
 from autopar.errors import TraceError
-from autopar.planning.graphs.micro_batch_graphs import Parts, parts_of
+from autopar.planning.graphs.micro_batch_graphs import CallTraces, Parts, parts_of
 from autopar.planning.graphs.told_graphs import PartGraphs, told
 from autopar.trace.export import trace
 
@@ -52,7 +52,7 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
 
 
 def batch_parts(model: nn.Module) -> Parts:
-    return parts_of(partial(trace, model), batch(BATCH), {})
+    return parts_of(CallTraces(partial(trace, model)), batch(BATCH), {})
 
 
 @pytest.mark.slow

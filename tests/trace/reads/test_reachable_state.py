@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import sys
 import types
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +98,43 @@ class Asking(nn.Module):
 
     def limit(self) -> Any:
         return torch.rand(())
+
+
+@dataclasses.dataclass
+class Sizes:
+    width: int = 6
+
+
+class Table(Mapping[str, float]):
+    def __init__(self) -> None:
+        self.held = {"scale": 2.0}
+
+    def __getitem__(self, name: str) -> float:
+        return self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.others, self.sizes = Table(), UserDict({"shift": 1.0}), Sizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.table, Mapping) and [each.name for each in dataclasses.fields(self.sizes)]
+        return x * self.table["scale"] + self.others["shift"] + self.sizes.width
+
+
+def test_mappings_are_recorded_where_forward_reads_them_but_not_those_of_the_tracer() -> None:
+    with recording() as reads:
+        trace(Scaled(), (X,))
+    read = {owner.kind: owner.names for owner in reads.owners.values()}
+    assert "held" in read[Table] and "data" in read[UserDict] and "width" in read[Sizes]
+    assert not [kind for kind in read if kind.__module__ in ("dataclasses", "weakref", "torch.utils.weak")]
 
 
 def test_who_asks_hears_that_it_is_traced_where_nothing_else_can_be() -> None:
