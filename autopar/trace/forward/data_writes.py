@@ -151,6 +151,7 @@ def _refused(found: str, line: str | None = None) -> ForwardError:
     return ForwardError(
         found,
         "the result of an expression, of the same shape and dtype, to a frozen parameter or a buffer",
-        "write buffer.copy_(...) under torch.no_grad(), and to parameters that learn outside of forward",
+        "write buffer.copy_(...) under torch.no_grad(), to parameters that learn outside of forward, or "
+        "compute with the new values, as by F.linear(x, weight * mask)",
         line=line,
     )

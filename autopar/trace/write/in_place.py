@@ -183,8 +183,8 @@ class InPlaceWrites:
                 node,
                 f"an in-place write to parameter {given.target}",
                 "parameters that forward only reads, or writes without gradients to frozen ones",
-                "update it outside of forward, as by parallel.module.weight.lerp_(...) under torch.no_grad() "
-                "before the call, freeze it by requires_grad_(False), or keep it by register_buffer",
+                "compute with new values (F.linear(x, weight * mask)), update it outside of forward under "
+                "torch.no_grad(), freeze it by requires_grad_(False), or keep it by register_buffer",
             )
 
     def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
