@@ -195,6 +195,7 @@ class Guard:
         if state is not None:
             if ALL in names:
                 names = [*names, *(name for name in state if name not in _ELSEWHERE)]
+                self._size(state, None, shown)
             held = [name for name in dict.fromkeys(names) if name in state and name != ALL]
             self._add(state, _items(held), [f"{shown}.{name}" for name in held], held)
             names = [name for name in names if name not in state]
@@ -240,7 +241,7 @@ class Guard:
             return
         value = kind.__dict__[name]
         if isinstance(value, types.MemberDescriptorType):  # a slot
-            self._add(owner.find(), _attributes([name]), [f"{owner.kind.__name__}.{name}"])
+            self._add(owner.find(), _slot(name), [f"{owner.kind.__name__}.{name}"])
         elif kind not in (nn.Module, object) and (owner.kind, name) not in self._known:
             self._known.add((owner.kind, name))
             self._add(owner.kind.__mro__, _static(name), [f"{owner.kind.__name__}.{name}"])
@@ -259,6 +260,9 @@ class Guard:
                 self._size(value, None, name)
                 keys = list(dict.keys(value))
                 self._add(value, _entries(value, keys), [f"{name}[{key!r}]" for key in keys], keys)
+            case types.MappingProxyType():  # of a dict that others may write
+                self._size(value, None, name)
+                self._add(value, _items(list(value)), [f"{name}[{key!r}]" for key in value])
             case list() | deque():
                 self._size(value, None, name)
                 items = range(len(value))
@@ -278,7 +282,7 @@ class Guard:
     def _function(self, function: types.FunctionType) -> None:
         shown = function.__qualname__.replace(".<locals>", "")
         for cell in filled_cells(function):
-            self._add(cell, _attributes(["cell_contents"]), [f"what {shown} closes over"], [_CELL])
+            self._add(cell, _contents, [f"what {shown} closes over"], [_CELL])
         self._add(function, _CODE, [f"the code of {shown}", *[f"defaults of {shown}"] * 2])
 
     # -- what has changed ---------------------------------------------------------------------------
@@ -359,9 +363,13 @@ def _entries(table: dict[Any, Any], keys: list[Any]) -> Callable[[Any], Any]:
     return lambda place: [dict.__getitem__(place, key) for key in keys]
 
 
-def _attributes(names: list[str]) -> Callable[[Any], Any]:
-    get = operator.attrgetter(*names)
-    return get if len(names) > 1 else lambda place: (get(place),)
+def _contents(cell: types.CellType) -> tuple[Any]:
+    return (cell.cell_contents,)
+
+
+def _slot(name: str) -> Callable[[Any], Any]:
+    """Gives what an object has in a slot; itself where that is unset."""
+    return lambda place: (getattr(place, name, place),)
 
 
 def _static(name: str) -> Callable[[Any], Any]:

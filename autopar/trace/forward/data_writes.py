@@ -5,6 +5,7 @@ told as a write where it can't be told from one.
     p.data += q                               p.data.add_(q), and p keeps its memory
     p.data = q.data                           refused: from here on p and q would be one memory
     p.data = y                                refused: what is written to y, or p, would show in both
+    y = p.data; p.data = ...; p.data = y      refused: y would still be what p was before
     p[0].data = p[1] * 2                      refused: p keeps its own memory
     y = x * p; p.data.mul_(2)                 refused: backward reads the new p for the gradient of x
 """
@@ -35,7 +36,8 @@ class DataWrites:
     """Writes by `.data` in one trace."""
 
     def __init__(self) -> None:
-        self._made = WeakTensorKeyDictionary()  # tensors that calls gave
+        self._made = WeakTensorKeyDictionary()  # tensors that calls gave, after how many assignments
+        self._assigned: list[int] = []  # memory of what was assigned to, in turn
         self._apart = WeakTensorKeyDictionary()  # of these, by `.data` and views of that
         self._nodes: list[Node] = []  # of autograd, of what calls gave
         self._last: tuple[weakref.ref[Tensor] | None, tuple[Any, ...]] = None, ()  # a result, its arguments
@@ -78,7 +80,10 @@ class DataWrites:
         if not made:
             return
         taken = [item for item in tree_leaves(args) if isinstance(item, Tensor)]
-        self._made.update(dict.fromkeys(made))
+        before = set(map(id, taken))
+        for item in made:
+            if id(item) not in before:  # as in-place operators give what they take
+                self._made[item] = len(self._assigned)
         with without_functions():  # which would give a stand-in for the node
             self._nodes += [item.grad_fn for item in made if item.grad_fn is not None]
         if function == DATA.__get__:
@@ -89,7 +94,10 @@ class DataWrites:
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Write `values`, which the call before has made, as assigning them does."""
-        if _memory(values) == _memory(tensor) and _lies(values) == _lies(tensor):
+        memory = _memory(tensor)
+        if _memory(values) == memory and _lies(values) == _lies(tensor):
+            if memory in self._assigned[self._made.get(values, 0) :]:
+                raise _refused("tensor.data = y, where y is what the tensor was before another assignment")
             return
         if tensor.requires_grad or tensor in self._made or not self._is_new(values):
             raise _refused("tensor.data = ...")
@@ -97,6 +105,7 @@ class DataWrites:
             raise _refused(f"tensor.data = ... of {values.dtype}{list(values.shape)}")
         self._note_write(tensor)
         self._given = weakref.ref(values), calling_line()
+        self._assigned.append(memory)
         with torch.no_grad():
             tensor.copy_(values.detach())
 

@@ -37,7 +37,7 @@ _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE and _HEAPTYPE
 _STATELESS = frozenset(  # whose objects hold none of the user's state
     (
         *("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy"),
-        *("logging", "warnings", "dataclasses", "autopar"),
+        *("logging", "warnings", "autopar"),
     )
 )
 _LIBRARIES = _STATELESS | sys.stdlib_module_names | {"sympy"}
@@ -187,6 +187,8 @@ class Reachable:
                 self._object(value)
         if isinstance(value, _Cached):
             self.caches[id(value)] = value
+        elif id(value) in self.containers and is_settings(type(value)):  # with attributes of its own
+            self._object(value)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -278,6 +280,7 @@ def _shown(table: dict[str, Any]) -> str:
 _HOLDS: dict[type, Callable[[Any], Iterable[Any]]] = {
     types.MethodType: lambda value: (value.__func__, value.__self__),
     functools.partial: lambda value: (value.func, value.args, value.keywords),
+    types.MappingProxyType: lambda value: tuple(value.values()),
     property: lambda value: (value.fget,),
     staticmethod: lambda value: (value.__func__,),
     classmethod: lambda value: (value.__func__,),

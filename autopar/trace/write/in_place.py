@@ -99,7 +99,7 @@ class InPlaceWrites:
         later = any(user is not node and user not in self._graph.env for key in stale for user in key.users)
         kept = chain[-1] != root and (root in self._graph.inputs or root in self._graph.writes.values())
         if kept or later:
-            self._refuse_parameter(node, root)
+            self._refuse_parameter(node, root, learns=False)
             raise refused(
                 node,
                 f"an in-place write to {written} through a view",
@@ -170,7 +170,7 @@ class InPlaceWrites:
                 )
             self._graph.writes[owner] = name
 
-    def _refuse_parameter(self, node: fx.Node, owner: str, *, learns: bool = True) -> None:
+    def _refuse_parameter(self, node: fx.Node, owner: str, *, learns: bool) -> None:
         """Raise TraceError for a write to a parameter if that, or what is written, `learns`.
 
         In whatever way forward came to its memory.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -436,6 +437,72 @@ def test_a_guard_of_1000_modules_asks_them_in_c() -> None:
     assert called.total() < 100, called  # no function of Python's for each module
     model[2].p = 0.2  # type: ignore[assignment]
     assert guard.change() == "Dropout.p"
+
+
+class Options(dict[str, float]):
+    """A dict with attributes beside its items."""
+
+    def __init__(self) -> None:
+        super().__init__(width=1.0)
+        self.scale = 1.0
+
+
+class Slots:
+    __slots__ = ("scale", "unset")
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+PROXIED = {"scale": 1.0}
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
+    "attribute of a dict": (Options, lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
+    "item of it": (Options, lambda held: held["width"], lambda held: held.update(width=2.0)),
+    "all attributes": (
+        lambda: Namespace(scale=1.0),
+        lambda held: float(sum(vars(held).values())),
+        lambda held: setattr(held, "shift", 1.0),
+    ),
+    "a name among them": (
+        lambda: Namespace(scale=1.0),
+        lambda held: 2.0 if "shift" in held else 1.0,
+        lambda held: setattr(held, "shift", 1.0),
+    ),
+    "a proxy": (
+        lambda: MappingProxyType(PROXIED),
+        lambda held: float(held["scale"]),
+        lambda _: PROXIED.update(scale=2.0),
+    ),
+    "a slot": (Slots, lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
+    "an unset slot": (
+        Slots,
+        lambda held: 2.0 if hasattr(held, "unset") else 1.0,
+        lambda held: setattr(held, "unset", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_objects_hold_shows_when_it_changes(name: str) -> None:
+    make, read, change = OBJECTS[name]
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.held = nn.Linear(6, 6), make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) * read(self.held)
+            return y
+
+    model = Reader().double()
+    with recording() as reads:
+        trace(model, (X,))
+    guard = Guard(reads, own=model.modules())
+    assert guard.holds() and guard.holds()
+    change(model.held)
+    assert not guard.holds()
+    PROXIED["scale"] = 1.0
 
 
 class Kind(tuple[Any, ...]):

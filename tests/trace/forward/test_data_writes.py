@@ -77,6 +77,13 @@ def by_adding(twins: Twins) -> None:
     twins.teacher.weight.data.mul_(0.9)
 
 
+def in_turns(twins: Twins) -> None:
+    with torch.no_grad():
+        twins.teacher.bias.lerp_(twins.learner.bias, 0.1)
+    twins.teacher.bias.data = twins.teacher.bias.data * 0.9
+    twins.teacher.bias.data += 1
+
+
 def of_a_buffer(twins: Twins) -> None:
     twins.mean.data = twins.mean.data * 0.9 + twins.learner.bias.data * 0.1
 
@@ -99,6 +106,7 @@ BATCH, FILTER = Parallelism.BATCH, Parallelism.FILTER
         (by_assignment, BATCH),
         (by_copies, FILTER),
         (by_adding, BATCH),
+        (in_turns, FILTER),
         (of_a_buffer, FILTER),
         (by_state_dict, BATCH),
     ],
@@ -141,6 +149,12 @@ def of_an_attribute(twins: Twins) -> None:
     twins.teacher.bias.data = twins.kept
 
 
+def of_what_it_was(twins: Twins) -> None:
+    before = twins.teacher.bias.data
+    twins.teacher.bias.data = before * 2
+    twins.teacher.bias.data = before
+
+
 def of_a_view(twins: Twins) -> None:
     twins.teacher.weight[0].data = twins.teacher.weight[1] * 2
 
@@ -150,7 +164,8 @@ def of_another_dtype(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize(
-    "update", [of_what_learns, of_one_memory, of_a_name, of_an_attribute, of_a_view, of_another_dtype]
+    "update",
+    [of_what_learns, of_one_memory, of_a_name, of_an_attribute, of_what_it_was, of_a_view, of_another_dtype],
 )
 def test_an_assignment_to_data_that_is_no_write_is_refused_at_its_line(update: Update) -> None:
     with pytest.raises(TraceError, match=r"tensor\.data = .*copy_") as refusal:
