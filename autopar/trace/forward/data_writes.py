@@ -13,7 +13,7 @@ told as a write where it can't be told from one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -44,11 +44,12 @@ class DataWrites:
         self._given: tuple[weakref.ref[Tensor], str] | None = None  # values of the last assignment; its line
         self._read: dict[Node, str] = {}  # nodes that have kept what was written since, and where
 
-    def before(self, function: Any, args: tuple[Any, ...]) -> None:
+    def before(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a write by `.data`; raise ForwardError where the values of the assignment before are held."""
         self._require_let_go()
-        if self._apart and _writes(function) and isinstance(args[0], Tensor) and args[0] in self._apart:
-            self._note_write(args[0])
+        written = _written(function, args, kwargs) if self._apart else None
+        if written is not None and written in self._apart:
+            self._note_write(written)
 
     def end(self) -> None:
         """Raise ForwardError for values of the last assignment that are held still.
@@ -124,10 +125,12 @@ class DataWrites:
                 self._read[node] = line
 
 
-def _writes(function: Any) -> bool:
-    """Whether a function writes to its first argument."""
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a call writes: its first, or `out`."""
     name = getattr(function, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    given = (*args, *kwargs.values()) if in_place or kwargs.get("inplace") else (kwargs.get("out"),)
+    return next((item for item in given if isinstance(item, Tensor)), None)
 
 
 def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:

@@ -252,7 +252,7 @@ class _Rewriting(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.data.before(function, args)
+        self.data.before(function, args, kwargs)
         if (passed := self.passed(function, args)) is not None:
             return passed
         self.finite.before(function, args, kwargs)

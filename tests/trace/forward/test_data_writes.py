@@ -88,6 +88,11 @@ def of_a_buffer(twins: Twins) -> None:
     twins.mean.data = twins.mean.data * 0.9 + twins.learner.bias.data * 0.1
 
 
+def by_initialising(twins: Twins) -> None:
+    nn.init.constant_(twins.teacher.bias.data, 0.5)
+    nn.init.ones_(twins.teacher.weight)
+
+
 def by_state_dict(twins: Twins) -> None:
     new = twins.learner.state_dict()
     twins.teacher.load_state_dict(
@@ -108,6 +113,7 @@ BATCH, FILTER = Parallelism.BATCH, Parallelism.FILTER
         (by_adding, BATCH),
         (in_turns, FILTER),
         (of_a_buffer, FILTER),
+        (by_initialising, BATCH),
         (by_state_dict, BATCH),
     ],
 )
@@ -178,11 +184,23 @@ def scaled(twins: Twins) -> None:
     twins.mean.data.mul_(0.9)
 
 
+def initialised(twins: Twins) -> None:
+    nn.init.constant_(twins.mean.data, 0.5)
+
+
+def written_out(twins: Twins) -> None:
+    torch.mul(twins.mean.data, 0.9, out=twins.mean.data)
+
+
+def rectified(twins: Twins) -> None:
+    F.relu(twins.mean.data, inplace=True)
+
+
 def assigned(twins: Twins) -> None:
     twins.mean.data = twins.mean * 0.9
 
 
-@pytest.mark.parametrize("after", [scaled, assigned])
+@pytest.mark.parametrize("after", [scaled, assigned, initialised, written_out, rectified])
 def test_a_write_by_data_to_what_backward_reads_is_refused(after: Update) -> None:
     with pytest.raises(TraceError, match=r"test_data_writes\.py:\d+: .*what backward reads"):
         trace(Twins(lambda _: None, after), (torch.randn(8, 6),))
