@@ -15,9 +15,11 @@ def covariance(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
     """Return what torch.cov gives of variables in rows; of weights torch itself asks for values."""
-    if fweights is not None or aweights is not None:
+    if fweights is not None or aweights is not None or input.dim() > 2:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input.reshape(1, -1) if input.dim() < 2 else input
+    if not (rows.is_floating_point() or rows.is_complex()):
+        rows = rows.to(torch.get_default_dtype())
     centred = rows - rows.mean(1, keepdim=True)
     return (centred @ centred.mH / max(rows.shape[1] - correction, 0)).squeeze()
 

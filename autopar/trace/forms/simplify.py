@@ -8,18 +8,24 @@ from typing import Any
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
 from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError
+from autopar.torch_seams.schemas import schema_of
 from autopar.trace.forms.spread_out import is_spread_out
 
 
 def without_identities(graph: Graph) -> Graph:
-    """Drop operators that change nothing, and empty operands of cat."""
+    """Drop operators that change nothing, and empty operands of cat.
+
+    A copy of a buffer that is written stays: what is read of it later is what it was.
+    """
+    written = {item.name for item in graph.inputs if item.mutated} | {buffer for buffer, _ in graph.writes}
     same: dict[str, str] = {}
     kept: list[Operator] = []
     for item in graph.operators:
         renamed = map_refs((item.args, item.kwargs), lambda ref: Ref(same.get(ref.name, ref.name)))
         args, kwargs = _nonempty(item, renamed[0], graph.specs), renamed[1]
         operation = replace(item, args=args, kwargs=kwargs)
-        if _changes_nothing(operation, graph.specs):
+        is_kept = _copies(operation) and not written.isdisjoint(operation.operands)
+        if not is_kept and _changes_nothing(operation, graph.specs):
             pairs = zip(operation.results, operation.operands, strict=False)
             same.update((result, operand) for result, operand in pairs if result)
         else:
@@ -44,6 +50,11 @@ def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
         return all(result and specs[result].shape == specs[operand].shape for result, operand in pairs)
     alike = all(result and specs[result] == specs[operand] for result, operand in pairs)
     return alike and len(pairs) == len(item.results)
+
+
+def _copies(item: Operator) -> bool:
+    """Whether the results are in memory of their own, as far as the operator's schema says."""
+    return all(each.alias_info is None for each in schema_of(item.target).returns)
 
 
 def is_identity(item: Operator) -> bool:

@@ -28,6 +28,13 @@ def test_covariances_and_correlations_are_torch_s(shape: tuple[int, ...], dtype:
     torch.testing.assert_close(correlation(x), torch.corrcoef(x), equal_nan=True)
 
 
+def test_numbers_are_taken_as_floats_and_other_shapes_refused_as_by_torch() -> None:
+    x = torch.arange(12).reshape(3, 4) ** 2
+    torch.testing.assert_close(covariance(x), torch.cov(x))
+    with pytest.raises(RuntimeError, match="two or fewer dimensions"):
+        covariance(torch.zeros(2, 3, 4))
+
+
 class Spread(nn.Module):
     """A loss on how features vary together, as of self-supervised learning."""
 
