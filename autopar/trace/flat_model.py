@@ -30,6 +30,7 @@ from autopar.trace.call.call_signature import (
 )
 from autopar.trace.forward.autocast import Autocast
 from autopar.trace.forward.constant_regions import ConstantRegions
+from autopar.trace.forward.data_writes import end_forward
 from autopar.trace.forward.devices import devices_of
 from autopar.trace.forward.refusals import FORWARD
 from autopar.trace.reads.attribute_reads import Reads, current
@@ -141,6 +142,7 @@ class FlatModel(nn.Module):
         line = next((item.line for item in reads.decisions if item.of_values), None)
         notes = (*left.notes, *loss_notes(output, is_loss=self.loss_fn is not None))
         cached = [*left.cached, *beside]
+        end_forward([*leaves, *(item.tensor for item in cached)])
         refusals = tuple(item.refusal for item in cached)
         self.record(ForwardFindings(results, place, refusals, notes, line, tuple(outside.once)))
         write_back(buffers)

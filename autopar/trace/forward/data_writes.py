@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -51,17 +52,15 @@ class DataWrites:
         if written is not None and written in self._apart:
             self._note_write(written)
 
-    def end(self) -> None:
+    def end(self, results: Iterable[Tensor]) -> None:
         """Raise ForwardError for values of the last assignment that are held still.
 
         And where the backward of what forward gives reads what was written since its use.
         """
         self._require_let_go()
-        if not self._read:
-            return
         with without_functions():
-            alive = [item.grad_fn for item in self._made if item.grad_fn is not None]
-        for node in _nodes_behind(alive):
+            given = [item.grad_fn for item in results if item.grad_fn is not None] if self._read else []
+        for node in _nodes_behind(given):
             if (line := self._read.get(node)) is not None:
                 raise ForwardError(
                     "a write by .data to what backward reads: it would have the new values",
@@ -123,6 +122,25 @@ class DataWrites:
         for node in _nodes_behind(self._nodes):
             if any(_memory(item) == memory for item in _saved(node)):
                 self._read[node] = line
+
+
+_current: ContextVar[DataWrites | None] = ContextVar("the writes by .data of this trace", default=None)
+
+
+@contextmanager
+def noted(writes: DataWrites) -> Iterator[None]:
+    """Context in which `end_forward` is of these writes."""
+    token = _current.set(writes)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def end_forward(results: Iterable[Tensor]) -> None:
+    """Raise ForwardError for writes by `.data` that a program of these results can't repeat."""
+    if (writes := _current.get()) is not None:
+        writes.end(results)
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -40,7 +40,7 @@ from autopar.torch_seams.tracing import (
 from autopar.trace.call.user_source import calling_line
 from autopar.trace.forms.covariances import correlation, covariance
 from autopar.trace.forms.inverse_spectra import inverse_spectra
-from autopar.trace.forward.data_writes import DATA, DataWrites
+from autopar.trace.forward.data_writes import DATA, DataWrites, noted
 from autopar.trace.forward.drawn_decisions import DrawnDecisions
 from autopar.trace.forward.finite_checks import FiniteChecks
 from autopar.trace.forward.forward_error import ForwardError
@@ -55,11 +55,13 @@ _NO_DIMS = torch.Size()
 def traceable(notes: list[str]) -> Iterator[None]:
     """Let traces follow torch's functions that ask for values; checks that are left out go to `notes`."""
     masks = _Masks()
+    rewriting = _Rewriting(notes, masks)
     with (
         causal_masks.replaced(masks.is_causal),
         batch_norm.replaced(_batch_norm(batch_norm.now)),
         _unchecked_distributions(notes),
-        _Rewriting(notes, masks),
+        noted(rewriting.data),
+        rewriting,
     ):
         yield
 
@@ -248,7 +250,6 @@ class _Rewriting(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None:
             self.finite.end()
-            self.data.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -206,6 +206,20 @@ def test_a_write_by_data_to_what_backward_reads_is_refused(after: Update) -> Non
         trace(Twins(lambda _: None, after), (torch.randn(8, 6),))
 
 
+class Given(Twins):
+    """Gives what it computes, without a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.learner(x) * self.mean
+        self.after(self)
+        return y
+
+
+def test_so_it_is_where_the_loss_comes_later() -> None:
+    with pytest.raises(TraceError, match=r"test_data_writes\.py:\d+: .*what backward reads"):
+        trace(Given(lambda _: None, scaled), (torch.randn(8, 6),))
+
+
 def test_a_write_with_gradients_to_a_frozen_parameter_is_refused() -> None:
     def learning(twins: Twins) -> None:
         for new, old in twins.pairs():
