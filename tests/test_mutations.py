@@ -38,8 +38,8 @@ from autopar.sharding.rule import Rule, Site
 from autopar.sharding.window import Window
 from autopar.solve.assignment.goal import Goal
 from autopar.solve.assignment.search import choose
-from autopar.solve.choices.tensor_classes import TensorClass, Use
-from autopar.solve.program.problem import Problem
+from autopar.solve.choices.tensor_classes import Use
+from autopar.solve.program.tensor_flows import TensorFlows
 from autopar.trace.micro_batches import MicroBatch
 from tests.forced_programs import force_factors
 from tests.pool import Pool
@@ -321,16 +321,16 @@ def draw_the_first_stages_masks(patch: Patch) -> None:
 
 
 def charge_shared_moves_twice(patch: Patch) -> None:
-    flows = Problem.flows
+    flows = TensorFlows.flows
 
-    def twice_paid(self: Problem, tensor: TensorClass, use: Use, taken: Any, *, shared: bool) -> Any:
-        found = flows(self, tensor, use, taken, shared=shared)
-        for phase, moves in taken.items() if shared else ():
-            for flow, paid in zip(found[phase][moves], tensor.paid[phase][moves], strict=True):
+    def twice_paid(self: TensorFlows, use: Use, taken: Any) -> Any:
+        found = flows(self, use, taken)
+        for phase, moves in taken.items() if len(self.uses) > 1 else ():
+            for flow, paid in zip(found[phase][moves], self.tensor.paid[phase][moves], strict=True):
                 self.lp.costs[flow] += self.lp.costs[paid]
         return found
 
-    patch.setattr(Problem, "flows", twice_paid)
+    patch.setattr(TensorFlows, "flows", twice_paid)
 
 
 @pytest.mark.parametrize(
